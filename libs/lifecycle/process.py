@@ -1,0 +1,68 @@
+"""Run a tier's main coroutine under signals."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+
+import uvloop
+
+from libs.errors import OctavoError
+from libs.obs import get_logger
+
+# Set by the supervisor to its process id for its children.
+SUPERVISED_VARIABLE = "OCTAVO_SUPERVISOR_PID"
+
+_PR_SET_PDEATHSIG = 1
+_EXIT_FORCED = 130
+_EXIT_FAILED = 1
+
+
+class Lifecycle:
+    """Signals as events. ``draining`` is set at the first SIGTERM or SIGINT."""
+
+    def __init__(self) -> None:
+        self.draining = asyncio.Event()
+
+    async def wait_for_shutdown(self) -> None:
+        """Return when the process is asked to stop."""
+        await self.draining.wait()
+
+    def on_signal(self) -> None:
+        """Begin to drain; leave at once when that was asked before."""
+        if self.draining.is_set():
+            os._exit(_EXIT_FORCED)
+        self.draining.set()
+
+
+def run(main: Callable[[Lifecycle], Coroutine[None, None, None]], *, tier: str) -> None:
+    """Run ``main`` on uvloop until it returns, and exit non-zero with one clear line when it fails."""
+    _die_with_parent()
+    log = get_logger(tier)
+
+    async def under_signals() -> None:
+        lifecycle = Lifecycle()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lifecycle.on_signal)
+        await main(lifecycle)
+
+    try:
+        uvloop.run(under_signals())
+    except OctavoError as error:
+        log.error("process failed", error=error.message, error_class=type(error).__name__)
+        sys.exit(_EXIT_FAILED)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the supervisor dies, and leave if it is already gone (Linux only)."""
+    supervisor = os.environ.get(SUPERVISED_VARIABLE)
+    if supervisor is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(supervisor):
+        sys.exit(_EXIT_FAILED)

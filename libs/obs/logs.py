@@ -1,0 +1,41 @@
+"""Structured logs: one event with fields per line, JSON for machines, plain for a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, TextIO
+
+import structlog
+
+
+def configure_logging(tier: str, instance_id: str, level: str = "info", *, stream: TextIO | None = None) -> None:
+    """Send log events of this process to stderr, each with its tier and instance.
+
+    Args:
+        tier: name of the tier, for example "router".
+        instance_id: which process of the tier.
+        level: least level shown: debug, info, warning or error.
+        stream: where lines go; stderr by default. A terminal gets plain lines, all else JSON.
+    """
+    output = stream or sys.stderr
+    renderer: Any = structlog.dev.ConsoleRenderer() if output.isatty() else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(file=output),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(tier=tier, instance_id=instance_id)
+
+
+def get_logger(name: str) -> Any:  # Any: structlog's bound logger is built from the configuration.
+    """Return a logger whose events carry the name of the module or part."""
+    return structlog.get_logger(part=name)

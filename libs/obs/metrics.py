@@ -1,0 +1,253 @@
+"""Every metric of Octavo: names, units and buckets in one file, one class for each tier.
+
+Counters end in ``_total``; histograms carry their unit and explicit buckets that reach over a minute.
+"""
+
+from __future__ import annotations
+
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+
+_LATENCY_BUCKETS_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.1,
+    0.2,
+    0.4,
+    0.8,
+    1.5,
+    3,
+    6,
+    12,
+    25,
+    50,
+    100,
+)
+_GAP_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2.5, 10, 60)
+_TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 65_536, 262_144)
+
+
+class GatewayMetrics:
+    """What a gateway counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.requests_started = Counter(
+            "octavo_gateway_requests_started", "Requests that reached a route of ours.", registry=registry
+        )
+        self.requests_ended = Counter(
+            "octavo_gateway_requests_ended",
+            "Requests by how they ended: stop, length, aborted, rejected, error.",
+            ["status"],
+            registry=registry,
+        )
+        self.requests_in_flight = Gauge(
+            "octavo_gateway_requests_in_flight", "Requests accepted and not ended.", registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "octavo_gateway_prompt_tokens",
+            "Prompt tokens by how their request ended.",
+            ["status"],
+            registry=registry,
+        )
+        self.completion_tokens = Counter(
+            "octavo_gateway_completion_tokens",
+            "Output tokens that clients pay for, by how their request ended.",
+            ["status"],
+            registry=registry,
+        )
+        self.discarded_tokens = Counter(
+            "octavo_gateway_discarded_tokens", "Tokens sampled and never shown or billed.", registry=registry
+        )
+        self.ttft = Histogram(
+            "octavo_gateway_ttft_seconds",
+            "Request received until the first token was written.",
+            buckets=_LATENCY_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.itl = Histogram(
+            "octavo_gateway_itl_seconds",
+            "Gap between two successive token deliveries of a request.",
+            buckets=_GAP_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.e2e = Histogram(
+            "octavo_gateway_e2e_seconds",
+            "Request received until the last byte.",
+            buckets=_LATENCY_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.own_placements = Counter(
+            "octavo_gateway_own_placements",
+            "Requests that the gateway placed itself because no router answered.",
+            registry=registry,
+        )
+        self.audit_records_dropped = Counter(
+            "octavo_gateway_audit_records_dropped",
+            "Audit records lost because the spool was full.",
+            registry=registry,
+        )
+        self.orphans_closed = Counter(
+            "octavo_gateway_orphans_closed",
+            "Requests of an earlier gateway process that were closed as gateway_lost.",
+            registry=registry,
+        )
+
+
+class RouterMetrics:
+    """What a router counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.placements = Counter("octavo_router_placements", "Requests placed.", ["engine_id"], registry=registry)
+        self.rejections = Counter("octavo_router_rejections", "Requests rejected.", ["reason"], registry=registry)
+        self.waiting_requests = Gauge(
+            "octavo_router_waiting_requests", "Requests without a place.", registry=registry
+        )
+        self.engines = Gauge(
+            "octavo_router_engines",
+            "Engines by whether their watch is alive.",
+            ["is_watched"],
+            registry=registry,
+        )
+        self.placement_seconds = Histogram(
+            "octavo_router_placement_seconds",
+            "Enqueued until placed or rejected.",
+            buckets=_LATENCY_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.indexed_hashes = Gauge(
+            "octavo_router_indexed_hashes", "Prefix hashes in the index.", registry=registry
+        )
+        self.resyncs = Counter(
+            "octavo_router_resyncs", "Watches opened again after a gap or a break.", registry=registry
+        )
+
+
+class EngineMetrics:
+    """What an engine counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.running_requests = Gauge("octavo_engine_running_requests", "Sequences running.", registry=registry)
+        self.waiting_requests = Gauge("octavo_engine_waiting_requests", "Requests waiting.", registry=registry)
+        self.blocks = Gauge(
+            "octavo_engine_kv_blocks",
+            "KV blocks by state: free, evictable, held.",
+            ["state"],
+            registry=registry,
+        )
+        self.steps = Counter("octavo_engine_steps", "Steps executed.", registry=registry)
+        self.step_seconds = Histogram(
+            "octavo_engine_step_seconds",
+            "Worker time of a step.",
+            buckets=_GAP_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.idle_gap_seconds = Histogram(
+            "octavo_engine_idle_gap_seconds",
+            "Time between a step's result and the next step sent, while there is work.",
+            buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1),
+            registry=registry,
+        )
+        self.scheduled_tokens = Counter("octavo_engine_scheduled_tokens", "Tokens computed.", registry=registry)
+        self.step_tokens = Histogram(
+            "octavo_engine_step_tokens",
+            "Tokens computed in a step.",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.cached_tokens = Counter(
+            "octavo_engine_cached_tokens", "Prompt tokens taken from the prefix cache.", registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "octavo_engine_prompt_tokens", "Prompt tokens of requests first scheduled.", registry=registry
+        )
+        self.output_tokens = Counter("octavo_engine_output_tokens", "Tokens emitted.", registry=registry)
+        self.preemptions = Counter(
+            "octavo_engine_preemptions", "Requests that gave up their blocks.", registry=registry
+        )
+        self.requests_ended = Counter(
+            "octavo_engine_requests_ended", "Requests by how they ended.", ["status"], registry=registry
+        )
+        self.queue_seconds = Histogram(
+            "octavo_engine_queue_seconds",
+            "Accepted until first scheduled.",
+            buckets=_LATENCY_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.worker_losses = Counter(
+            "octavo_engine_worker_losses", "Times that a worker was lost.", registry=registry
+        )
+        self.integrity_faults = Counter(
+            "octavo_engine_integrity_faults", "Faults found by check_integrity.", registry=registry
+        )
+
+
+class WorkerMetrics:
+    """What a worker counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.steps = Counter("octavo_worker_steps", "Steps executed.", registry=registry)
+        self.step_seconds = Histogram(
+            "octavo_worker_step_seconds", "Time of a step.", buckets=_GAP_BUCKETS_SECONDS, registry=registry
+        )
+        self.tokens = Counter("octavo_worker_tokens", "Tokens computed.", registry=registry)
+        self.failed_sequences = Counter(
+            "octavo_worker_failed_sequences",
+            "Sequences that could not go on.",
+            ["failure"],
+            registry=registry,
+        )
+        self.kv_cache_bytes = Gauge("octavo_worker_kv_cache_bytes", "Bytes of the KV cache.", registry=registry)
+        self.weights_bytes = Gauge("octavo_worker_weights_bytes", "Bytes of the weights.", registry=registry)
+
+
+class TelemetryMetrics:
+    """What the telemetry tier counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.batches = Counter(
+            "octavo_telemetry_batches",
+            "Batches by what became of them: taken, duplicate, refused.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.rows_inserted = Counter(
+            "octavo_telemetry_rows_inserted", "Rows confirmed by the store.", registry=registry
+        )
+        self.rows_dead_lettered = Counter(
+            "octavo_telemetry_rows_dead_lettered",
+            "Rows that the store refuses by themselves.",
+            registry=registry,
+        )
+        self.insert_failures = Counter(
+            "octavo_telemetry_insert_failures", "Inserts that failed and are tried again.", registry=registry
+        )
+        self.spool_bytes = Gauge("octavo_telemetry_spool_bytes", "Bytes waiting on disk.", registry=registry)
+        self.insert_seconds = Histogram(
+            "octavo_telemetry_insert_seconds",
+            "Time of an insert.",
+            buckets=_LATENCY_BUCKETS_SECONDS,
+            registry=registry,
+        )
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """Return the registry in Prometheus' text format."""
+    return generate_latest(registry)
+
+
+def serve_metrics(registry: CollectorRegistry, port: int) -> WSGIServer | None:
+    """Serve ``/metrics`` from a thread of its own; port 0 serves nothing."""
+    if port == 0:
+        return None
+    server, _ = start_http_server(port, registry=registry)
+    return server
