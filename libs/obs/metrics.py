@@ -5,9 +5,12 @@ Counters end in ``_total``; histograms carry their unit and explicit buckets tha
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 _LATENCY_BUCKETS_SECONDS = (
     0.001,
@@ -232,6 +235,16 @@ class TelemetryMetrics:
             "octavo_telemetry_insert_failures", "Inserts that failed and are tried again.", registry=registry
         )
         self.spool_bytes = Gauge("octavo_telemetry_spool_bytes", "Bytes waiting on disk.", registry=registry)
+        self.spool_lag = Gauge(
+            "octavo_telemetry_spool_lag_seconds",
+            "Age of the oldest batch that waits for the store; 0 when none does.",
+            registry=registry,
+        )
+        self.spool_torn_bytes = Counter(
+            "octavo_telemetry_spool_torn_bytes",
+            "Bytes of batches cut off by a crash before they were acknowledged.",
+            registry=registry,
+        )
         self.insert_seconds = Histogram(
             "octavo_telemetry_insert_seconds",
             "Time of an insert.",
@@ -245,9 +258,27 @@ def render(registry: CollectorRegistry) -> bytes:
     return generate_latest(registry)
 
 
-def serve_metrics(registry: CollectorRegistry, port: int) -> WSGIServer | None:
-    """Serve ``/metrics`` from a thread of its own; port 0 serves nothing."""
+def serve_metrics(
+    registry: CollectorRegistry, port: int, *, before_scrape: Callable[[], None] | None = None
+) -> WSGIServer | None:
+    """Serve ``/metrics`` from a thread of its own; port 0 serves nothing.
+
+    ``before_scrape`` brings gauges up to date, so that they are true also while nothing happens.
+    """
     if port == 0:
         return None
+    if before_scrape is not None:
+        registry.register(_BeforeScrape(before_scrape))
     server, _ = start_http_server(port, registry=registry)
     return server
+
+
+class _BeforeScrape(Collector):
+    """A collector without metrics that runs a function first."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def collect(self) -> Iterable[Metric]:
+        self._function()
+        return ()

@@ -37,7 +37,7 @@ def decode_body(body: bytes, content_encoding: str, max_bytes: int) -> bytes:
             ) from error
         num_bytes += len(part)
         if num_bytes > max_bytes:
-            raise ClickHouseError.of(TOO_LARGE, f"The decompressed body is over {max_bytes} bytes; send less at once")
+            raise ClickHouseError.of(TOO_LARGE, f"The body is over {max_bytes} bytes once decompressed")
         if not decompressor.eof:
             raise ClickHouseError.of(CANNOT_DECOMPRESS, f"The {encoding} body ends in the middle of a frame")
         parts.append(part)
@@ -46,8 +46,11 @@ def decode_body(body: bytes, content_encoding: str, max_bytes: int) -> bytes:
 
 
 class _Decompressor(Protocol):
-    eof: bool
-    unused_data: bytes | None
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes | None: ...
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 

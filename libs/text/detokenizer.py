@@ -1,0 +1,54 @@
+"""A stream of token ids to a stream of text, whole characters only.
+
+Works on the bytes of tokens, so its cost is that of the new tokens and it never looks back. It must not know
+requests or stop strings.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from libs.text.decoding import LeadingSpace
+from libs.text.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Turns one choice's token ids into text as they come.
+
+    Bytes that begin a character wait until it is complete. Bytes that cannot belong to any character become
+    U+FFFD, one for each maximal part of a character (the rule of Unicode, section 3.9, and of the WHATWG): the
+    same text comes out however the tokens are cut into calls, and it is what decoding all bytes at once gives.
+    Special tokens are left out unless asked for; bytes on both sides of one still form a character together.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoding = tokenizer.decoding
+        self._is_first_token = decoding.leading_space is LeadingSpace.DROPPED_FROM_FIRST_TOKEN
+        self._num_spaces_to_drop = decoding.max_spaces_dropped
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """Take the next tokens and return the text that is now certain."""
+        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
+
+    def flush(self) -> str:
+        """Return what an unfinished character at the end becomes: U+FFFD, or nothing when none is pending."""
+        return self._decoder.decode(b"", final=True)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if self._skips_special_tokens and self._tokenizer.is_special(token_id):
+            return b""
+        text = self._tokenizer.token_bytes(token_id)
+        if self._is_first_token:
+            self._is_first_token = False
+            return text.replace(b" ", b"")
+        while self._num_spaces_to_drop and text:
+            if not text.startswith(b" "):
+                self._num_spaces_to_drop = 0
+                break
+            text = text[1:]
+            self._num_spaces_to_drop -= 1
+        return text

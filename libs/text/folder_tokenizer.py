@@ -1,0 +1,196 @@
+"""A tokenizer from a model folder with ``tokenizer.json`` and its companions.
+
+Owns which file of a folder says what, and which wins when two do. It must not know how a tokenizer is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from libs.errors import ModelLoadFailed
+from libs.text.decoding import is_byte_token
+from libs.text.tokenizer_definition import AddedToken, NamedTokens, Pipeline, TokenizerDefinition, TokenType
+
+# Any: these files have the schemas of the tokenizers and transformers libraries.
+JsonObject = Mapping[str, Any]
+
+_ROLES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_CONTROL_BRACKETS: Final = (("<|", "|>"), ("<｜", "｜>"))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """The text-side files of a model folder, parsed."""
+
+    path: Path
+    tokenizer: JsonObject
+    tokenizer_config: JsonObject
+    config: JsonObject
+    generation_config: JsonObject
+    chat_template: str | None
+
+    @classmethod
+    def read(cls, path: Path) -> ModelFolder:
+        """Read the files of the folder at ``path``; only tokenizer.json has to be there."""
+        tokenizer_file = path / "tokenizer.json"
+        if not tokenizer_file.is_file():
+            raise ModelLoadFailed(
+                f"The model folder {path.name} has no tokenizer.json. Make one with "
+                "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+            )
+        tokenizer_config = _read_object(path / "tokenizer_config.json")
+        return cls(
+            path=path,
+            tokenizer=_read_object(tokenizer_file),
+            tokenizer_config=tokenizer_config,
+            config=_read_object(path / "config.json"),
+            generation_config=_read_object(path / "generation_config.json"),
+            chat_template=_chat_template(path, tokenizer_config),
+        )
+
+
+def folder_tokenizer_definition(
+    folder: ModelFolder, prompt_prefix_token_ids: tuple[int, ...] = ()
+) -> TokenizerDefinition:
+    """Build the definition; the caller says what the post-processor puts before a prompt."""
+    model = folder.tokenizer.get("model") or {}
+    added_tokens = [_added_token(entry) for entry in folder.tokenizer.get("added_tokens") or ()]
+    texts, scores = _vocabulary(model, folder.path.name)
+    by_id = dict(enumerate(texts)) | {token.token_id: token.text for token in added_tokens}
+    token_texts = [by_id.get(token_id, "") for token_id in range(max(by_id, default=-1) + 1)]
+    unknown_text = _unknown_text(model, token_texts)
+    has_byte_fallback = bool(model.get("byte_fallback"))
+    return TokenizerDefinition(
+        token_texts=token_texts,
+        token_types=_token_types(token_texts, added_tokens, unknown_text if has_byte_fallback else None),
+        merges=[_merge_pair(merge) for merge in model.get("merges") or ()],
+        scores=scores,
+        unknown_text=unknown_text,
+        has_byte_fallback=has_byte_fallback,
+        fuses_unknown=bool(model.get("fuse_unk")),
+        ignores_merges=bool(model.get("ignore_merges")),
+        pipeline=Pipeline(
+            normalizer=folder.tokenizer.get("normalizer"),
+            pre_tokenizer=folder.tokenizer.get("pre_tokenizer"),
+            decoder=folder.tokenizer.get("decoder"),
+        ),
+        added_tokens=added_tokens,
+        named_tokens=_named_tokens(folder),
+        prompt_prefix_token_ids=prompt_prefix_token_ids,
+    )
+
+
+def folder_eos_token_ids(folder: ModelFolder, definition: TokenizerDefinition) -> tuple[int, ...]:
+    """Return the ids that end an answer: what the generation config says, and the tokenizer's end token."""
+    configured = folder.generation_config.get("eos_token_id")
+    if configured is None:
+        configured = folder.config.get("eos_token_id")
+    listed = configured if isinstance(configured, list) else [configured]
+    eos_text = definition.named_tokens.text("eos_token")
+    ids = {token.text: token.token_id for token in definition.added_tokens}
+    return tuple(dict.fromkeys(token_id for token_id in (*listed, ids.get(eos_text or "")) if token_id is not None))
+
+
+def folder_max_model_len(folder: ModelFolder) -> int:
+    """Return the longest context that the model was made for, in tokens."""
+    text_config = folder.config.get("text_config") or {}
+    max_model_len = folder.config.get("max_position_embeddings") or text_config.get("max_position_embeddings")
+    if not isinstance(max_model_len, int) or max_model_len <= 0:
+        raise ModelLoadFailed(f"The config.json of {folder.path.name} has no max_position_embeddings; add it.")
+    return max_model_len
+
+
+def _read_object(path: Path) -> JsonObject:
+    if not path.is_file():
+        return {}
+    try:
+        parsed = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ModelLoadFailed(f"{path.parent.name}/{path.name} cannot be read: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise ModelLoadFailed(f"{path.parent.name}/{path.name} is not a JSON object.")
+    return parsed
+
+
+def _chat_template(path: Path, tokenizer_config: JsonObject) -> str | None:
+    template_file = path / "chat_template.jinja"
+    if template_file.is_file():
+        return template_file.read_text("utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _vocabulary(model: JsonObject, name: str) -> tuple[list[str], list[float]]:
+    """Return texts in id order, and scores where the model has them."""
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, list):
+        return [text for text, _ in vocabulary], [float(score) for _, score in vocabulary]
+    if not isinstance(vocabulary, dict):
+        raise ModelLoadFailed(f"The tokenizer.json of {name} has no vocabulary.")
+    texts = [""] * (max(vocabulary.values(), default=-1) + 1)
+    for text, token_id in vocabulary.items():
+        texts[token_id] = text
+    return texts, []
+
+
+def _unknown_text(model: JsonObject, token_texts: Sequence[str]) -> str | None:
+    unknown_id = model.get("unk_id")
+    return token_texts[unknown_id] if isinstance(unknown_id, int) else model.get("unk_token")
+
+
+def _token_types(
+    token_texts: Sequence[str], added_tokens: Sequence[AddedToken], byte_fallback_unknown: str | None
+) -> list[int]:
+    types = [int(TokenType.NORMAL if text else TokenType.UNUSED) for text in token_texts]
+    if byte_fallback_unknown is not None:
+        for token_id, text in enumerate(token_texts):
+            if is_byte_token(text):
+                types[token_id] = TokenType.BYTE
+    for token in added_tokens:
+        types[token.token_id] = TokenType.CONTROL if token.is_special else TokenType.USER_DEFINED
+        if token.text == byte_fallback_unknown:
+            types[token.token_id] = TokenType.UNKNOWN
+    return types
+
+
+def _added_token(entry: JsonObject) -> AddedToken:
+    text = entry["content"]
+    return AddedToken(
+        token_id=entry["id"],
+        text=text,
+        # Some models forget the flag on their own control tokens; converters to GGUF go by the brackets, too.
+        is_special=entry.get("special", False) or _looks_like_control(text),
+        strips_left=entry.get("lstrip", False),
+        strips_right=entry.get("rstrip", False),
+        is_single_word=entry.get("single_word", False),
+        is_normalized=entry.get("normalized", False),
+    )
+
+
+def _looks_like_control(text: str) -> bool:
+    return any(text.startswith(start) and text.endswith(end) for start, end in _CONTROL_BRACKETS)
+
+
+def _merge_pair(merge: Any) -> tuple[str, str]:
+    """Understand both ways in which tokenizer.json writes a merge: ``"a b"`` and ``["a", "b"]``."""
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right
+
+
+def _named_tokens(folder: ModelFolder) -> NamedTokens:
+    special_tokens_map = _read_object(folder.path / "special_tokens_map.json")
+    found: dict[str, str] = {}
+    for role in _ROLES:
+        entry = folder.tokenizer_config.get(role) or special_tokens_map.get(role)
+        text = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(text, str):
+            found[role] = text
+    return NamedTokens(found)

@@ -1,0 +1,79 @@
+"""All that the text side of a model needs, loaded from its folder or GGUF file in a moment.
+
+Owns the choice between the two sources. It must not know tensors: nothing here imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from libs.text.chat_template import ChatTemplate, MissingChatTemplate
+from libs.text.folder_tokenizer import (
+    ModelFolder,
+    folder_eos_token_ids,
+    folder_max_model_len,
+    folder_tokenizer_definition,
+)
+from libs.text.gguf_header import read_gguf_header
+from libs.text.gguf_tokenizer import gguf_eos_token_ids, gguf_max_model_len, gguf_tokenizer_definition
+from libs.text.tokenizer import Tokenizer
+from libs.text.tokenizer_definition import NamedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """The text side of one model."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | MissingChatTemplate
+    # 32 bytes; equal where gateway, engine and workers may exchange token ids.
+    tokenizer_digest: bytes
+    # Prompt and output together, in tokens.
+    max_model_len: int
+    # Any of these ends an answer.
+    eos_token_ids: tuple[int, ...]
+    # What belongs before a prompt of plain text (BOS for many models); chat templates write their own.
+    prompt_prefix_token_ids: tuple[int, ...]
+
+
+def load_model_text(path: Path) -> ModelText:
+    """Load the text side of the model at ``path``, a folder or a GGUF file."""
+    return _from_gguf(path) if path.is_file() else _from_folder(path)
+
+
+def tokenizer_digest(path: Path) -> bytes:
+    """Return the digest of the model's tokenizer without building the tokenizer."""
+    if path.is_file():
+        return gguf_tokenizer_definition(read_gguf_header(path)).digest()
+    return folder_tokenizer_definition(ModelFolder.read(path)).digest()
+
+
+def _from_gguf(path: Path) -> ModelText:
+    header = read_gguf_header(path)
+    tokenizer = Tokenizer.from_gguf(header)
+    return ModelText(
+        tokenizer=tokenizer,
+        chat_template=_chat_template(header.string("tokenizer.chat_template"), tokenizer.named_tokens),
+        tokenizer_digest=tokenizer.definition.digest(),
+        max_model_len=gguf_max_model_len(header),
+        eos_token_ids=gguf_eos_token_ids(header),
+        prompt_prefix_token_ids=tokenizer.definition.prompt_prefix_token_ids,
+    )
+
+
+def _from_folder(path: Path) -> ModelText:
+    folder = ModelFolder.read(path)
+    tokenizer = Tokenizer.from_folder(folder)
+    return ModelText(
+        tokenizer=tokenizer,
+        chat_template=_chat_template(folder.chat_template, tokenizer.named_tokens),
+        tokenizer_digest=tokenizer.definition.digest(),
+        max_model_len=folder_max_model_len(folder),
+        eos_token_ids=folder_eos_token_ids(folder, tokenizer.definition),
+        prompt_prefix_token_ids=tokenizer.definition.prompt_prefix_token_ids,
+    )
+
+
+def _chat_template(source: str | None, named_tokens: NamedTokens) -> ChatTemplate | MissingChatTemplate:
+    return MissingChatTemplate() if source is None else ChatTemplate(source, named_tokens)

@@ -1,0 +1,33 @@
+"""Whether a new token ends its sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from services.engine.core.request import TokenIds
+from services.engine.core.sequence_table import SequenceTable, Slots
+
+
+class FinishRules:
+    """End tokens, stop token ids and length, over all sequences that got a token."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._eos_token_ids = np.array(sorted(eos_token_ids), np.uint32)
+
+    def find_stopped(self, table: SequenceTable, slots: Slots, token_ids: TokenIds) -> npt.NDArray[np.bool_]:
+        """Mark the sequences whose last token is an end token or a stop token id.
+
+        Workers mask these tokens until the least output length is reached, so one that comes counts.
+        """
+        is_stopped = np.isin(token_ids, self._eos_token_ids) & ~table.ignores_eos[slots]
+        for index in np.flatnonzero(table.has_stop_token_ids[slots]).tolist():
+            stop_token_ids = table.sequence_at(int(slots[index])).request.stop_criteria.stop_token_ids
+            if int(token_ids[index]) in stop_token_ids:
+                is_stopped[index] = True
+        return is_stopped
+
+    def find_at_limit(self, table: SequenceTable, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Mark the sequences that have as many tokens as they may; a stop in the last place is a stop."""
+        is_full: npt.NDArray[np.bool_] = table.num_tokens[slots] >= table.max_num_tokens[slots]
+        return is_full

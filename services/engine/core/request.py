@@ -1,0 +1,134 @@
+"""What is asked of the engine, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from libs.errors import OctavoError
+from libs.kv import PrefixHash
+
+TokenIds = npt.NDArray[np.uint32]
+
+
+class FinishReason(StrEnum):
+    """Why an output ended well."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopCriteria:
+    """When an output ends; counts are output tokens, those emitted before a resume included."""
+
+    max_output_tokens: int
+    min_output_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt with its parameters.
+
+    ``sampling_params`` is opaque here: it is handed to the workers with each new sequence. ``owner`` is the stream
+    that asked, ``deadline`` a point on the caller's clock. ``choices`` holds, for each choice, the output ids that
+    were emitted elsewhere before this engine took over.
+    """
+
+    request_id: str
+    owner: int
+    prompt_token_ids: TokenIds
+    stop_criteria: StopCriteria
+    sampling_params: object
+    tenant_id: str = ""
+    priority: int = 0
+    cache_salt: bytes = b""
+    deadline: float | None = None
+    choices: tuple[TokenIds, ...] = field(default_factory=lambda: (np.empty(0, np.uint32),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a sequence cost: tokens, and seconds on the caller's clock."""
+
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_discarded_tokens: int
+    num_preemptions: int
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceEnd:
+    """The one end of a sequence: ``reason`` when it ended well, else ``error``."""
+
+    handle: int
+    owner: int
+    request_id: str
+    usage: Usage
+    reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: OctavoError | None = None
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One choice of a request: everything that is touched only when something happens to it.
+
+    What changes every step lives in the sequence table while the sequence has a slot. ``token_ids`` is prompt and
+    output as known when it last had none.
+    """
+
+    request: Request
+    handle: int
+    choice_index: int
+    arrival_number: int
+    arrival_time: float
+    token_ids: TokenIds
+    num_prior_output_tokens: int
+    prefix_hashes: list[PrefixHash] = field(default_factory=list)
+    slot: int | None = None
+    num_cached_tokens: int | None = None
+    num_computed_tokens_total: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place in line: higher priority first, then arrival. A preempted sequence keeps it."""
+        return (-self.request.priority, self.arrival_number)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt length in tokens."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Prompt and output together, at most."""
+        return self.num_prompt_tokens + self.request.stop_criteria.max_output_tokens
+
+    def usage(self, *, num_tokens: int, now: float, num_discarded_tokens: int = 0) -> Usage:
+        """Sum up at the end, when ``num_tokens`` are known."""
+        scheduled = now if self.first_scheduled_time is None else self.first_scheduled_time
+        first_token = now if self.first_token_time is None else self.first_token_time
+        return Usage(
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_computed_tokens=self.num_computed_tokens_total,
+            num_output_tokens=num_tokens - self.num_prompt_tokens - self.num_prior_output_tokens,
+            num_discarded_tokens=num_discarded_tokens,
+            num_preemptions=self.num_preemptions,
+            queue_seconds=scheduled - self.arrival_time,
+            prefill_seconds=first_token - scheduled,
+            decode_seconds=now - first_token,
+        )

@@ -1,0 +1,70 @@
+"""What a step is: the scheduler's decision, the workers' result, and what follows for the requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.engine.core.request import SequenceEnd, TokenIds
+from services.engine.core.sequence_table import Slots
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that the workers do not know yet, with the blocks of its prefix hit."""
+
+    slot: int
+    token_ids: TokenIds
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: tuple[int, ...]
+    sampling_params: object
+    choice_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step, as a difference to what the workers know.
+
+    The arrays have one entry for each scheduled sequence; ``new_block_ids`` holds ``num_new_blocks[i]`` ids for the
+    i-th. ``is_sampled`` marks those whose last known token is computed in this step. ``handles``
+    tell later whether a slot still belongs to the same sequence.
+    """
+
+    step_id: int
+    ended_slots: tuple[int, ...]
+    new_sequences: tuple[NewSequence, ...]
+    slots: Slots
+    num_scheduled_tokens: npt.NDArray[np.int64]
+    num_new_blocks: npt.NDArray[np.int64]
+    new_block_ids: npt.NDArray[np.int32]
+    is_sampled: npt.NDArray[np.bool_]
+    handles: npt.NDArray[np.uint32]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the workers made of a step: one token for each sampled slot, in the order of the step.
+
+    ``failed_slots`` gave no token: their logits were not numbers.
+    """
+
+    step_id: int
+    slots: Slots
+    token_ids: TokenIds
+    failed_slots: tuple[int, ...]
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """What a step did for requests: arrays by sequence that got a token, objects for ends."""
+
+    step_id: int
+    handles: npt.NDArray[np.uint32]
+    owners: npt.NDArray[np.int64]
+    token_ids: TokenIds
+    ends: tuple[SequenceEnd, ...]

@@ -1,0 +1,115 @@
+"""The engine's gRPC services."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from libs.errors import OctavoError
+from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
+from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
+from libs.rpc import Registration, abort_with
+from services.engine import wire
+from services.engine.loop import EngineLoop
+from services.engine.outbox import Outbox
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Carries a gateway's requests to the loop and the loop's events back."""
+
+    def __init__(self, loop: EngineLoop, clock: Callable[[], float]) -> None:
+        self._loop = loop
+        self._clock = clock
+
+    async def Generate(
+        self,
+        request_iterator: AsyncIterator[generation_pb2.GenerateRequest],
+        context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Serve one gateway until it leaves; its open requests are aborted then."""
+        owner, outbox = self._loop.open_owner()
+        reader = asyncio.create_task(self._read(request_iterator, owner, outbox))
+        try:
+            async for message in outbox:
+                yield message
+        finally:
+            reader.cancel()
+            self._loop.close_owner(owner)
+        if outbox.error is not None:
+            await abort_with(context, outbox.error)
+
+    async def _read(
+        self,
+        requests: AsyncIterator[generation_pb2.GenerateRequest],
+        owner: int,
+        outbox: Outbox[generation_pb2.GenerateResponse],
+    ) -> None:
+        try:
+            async for message in requests:
+                if message.WhichOneof("command") == "submit":
+                    request = wire.request_from_submit(message.submit, owner=owner, now=self._clock())
+                    self._loop.submit(owner, request)
+                elif message.WhichOneof("command") == "abort":
+                    self._loop.abort(message.abort.request_id, tuple(message.abort.handles))
+            outbox.close()
+        except OctavoError as error:
+            outbox.close(error)
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """Tells who the engine is and how it fares."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    async def GetEngine(
+        self,
+        request: engine_pb2.GetEngineRequest,
+        context: grpc.aio.ServicerContext[engine_pb2.GetEngineRequest, engine_pb2.GetEngineResponse],
+    ) -> engine_pb2.GetEngineResponse:
+        """Return identity and load."""
+        status = self._loop.status
+        return engine_pb2.GetEngineResponse(engine=wire.engine_message(status), load=wire.load_message(status))
+
+    async def DrainEngine(
+        self,
+        request: engine_pb2.DrainEngineRequest,
+        context: grpc.aio.ServicerContext[engine_pb2.DrainEngineRequest, engine_pb2.DrainEngineResponse],
+    ) -> engine_pb2.DrainEngineResponse:
+        """Take no new requests from now on."""
+        self._loop.drain()
+        return engine_pb2.DrainEngineResponse(num_requests=self._loop.num_requests)
+
+    async def WatchEngine(
+        self,
+        request: engine_pb2.WatchEngineRequest,
+        context: grpc.aio.ServicerContext[engine_pb2.WatchEngineRequest, engine_pb2.WatchEngineResponse],
+    ) -> AsyncIterator[engine_pb2.WatchEngineResponse]:
+        """Send a snapshot, then changes, until the watcher leaves or falls behind."""
+        outbox = self._loop.watch()
+        try:
+            async for event in outbox:
+                for message in wire.watch_messages(event):
+                    yield message
+        finally:
+            self._loop.unwatch(outbox)
+        if outbox.error is not None:
+            await abort_with(context, outbox.error)
+
+
+def registrations(loop: EngineLoop, clock: Callable[[], float]) -> list[Registration]:
+    """Return the services of an engine."""
+    return [
+        Registration(
+            generation_pb2_grpc.add_GenerationServiceServicer_to_server,
+            GenerationServicer(loop, clock),
+            "octavo.generation.v1.GenerationService",
+        ),
+        Registration(
+            engine_pb2_grpc.add_EngineServiceServicer_to_server,
+            EngineServicer(loop),
+            "octavo.engine.v1.EngineService",
+        ),
+    ]

@@ -1,0 +1,292 @@
+"""Conversion between the engine's own types and its protos, without a Python loop over tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from libs.errors import InternalError, InvalidRequest, OctavoError
+from libs.kv import PrefixHash
+from libs.kv.block_pool import PoolChanges
+from libs.protogen.engine.v1 import engine_pb2
+from libs.protogen.generation.v1 import generation_pb2
+from libs.protogen.worker.v1 import worker_pb2
+from libs.rpc import duration_from_seconds, seconds_from_duration, status_from_error
+from services.engine.config import EngineConfig
+from services.engine.core.request import FinishReason, Request, SequenceEnd, StopCriteria, Usage
+from services.engine.core.scheduler_output import SchedulerOutput, StepEvents, StepResult
+from services.engine.feed import FeedEvent
+from services.engine.identity import EngineState, EngineStatus, LoadedModel
+
+# The loop names this type without importing generated code.
+GenerateResponse: TypeAlias = generation_pb2.GenerateResponse
+
+# 32 bytes each: parts stay well under 1 MB.
+_HASHES_PER_PART = 16_384
+
+_STATES = {
+    EngineState.STARTING: engine_pb2.ENGINE_STATE_STARTING,
+    EngineState.READY: engine_pb2.ENGINE_STATE_READY,
+    EngineState.DRAINING: engine_pb2.ENGINE_STATE_DRAINING,
+}
+_REASONS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: generation_pb2.FINISH_REASON_ABORTED,
+}
+
+# ---- generation: gateway and engine ----
+
+
+def request_from_submit(submit: generation_pb2.Submit, *, owner: int, now: float) -> Request:
+    """Parse a submit; raises InvalidRequest for one that breaks the contract."""
+    if not submit.request_id:
+        raise InvalidRequest("A submit needs a request_id.", param="request_id")
+    params = submit.sampling_params
+    deadline = None
+    if submit.HasField("remaining_time"):
+        deadline = now + seconds_from_duration(submit.remaining_time)
+    return Request(
+        request_id=submit.request_id,
+        owner=owner,
+        prompt_token_ids=np.array(submit.prompt_token_ids, np.uint32),
+        stop_criteria=StopCriteria(
+            max_output_tokens=params.max_output_tokens,
+            min_output_tokens=params.min_output_tokens,
+            stop_token_ids=frozenset(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+        ),
+        sampling_params=params,
+        tenant_id=submit.tenant_id,
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        deadline=deadline,
+        choices=tuple(np.array(choice.output_token_ids, np.uint32) for choice in submit.choices),
+    )
+
+
+def refuse_unknown_tokens(request: Request, vocab_size: int) -> None:
+    """Raise InvalidRequest when a token id is not in the vocabulary."""
+    for ids in (request.prompt_token_ids, *request.choices):
+        if len(ids) and int(ids.max()) >= vocab_size:
+            raise InvalidRequest(
+                f"Token id {int(ids.max())} is not in the vocabulary of {vocab_size}.", param="prompt_token_ids"
+            )
+
+
+def started_message(request_id: str, handles: Sequence[int]) -> generation_pb2.GenerateResponse:
+    """Tell a request's handles."""
+    started = generation_pb2.Started(request_id=request_id, handles=handles)
+    return generation_pb2.GenerateResponse(started=[started])
+
+
+def messages_by_owner(events: StepEvents) -> Iterator[tuple[int, generation_pb2.GenerateResponse]]:
+    """Split a step's events into one message for each owner that has any."""
+    owners = set(np.unique(events.owners).tolist()) | {end.owner for end in events.ends}
+    for owner in owners:
+        mine = events.owners == owner
+        handles = events.handles[mine]
+        message = ends_message([end for end in events.ends if end.owner == owner], step_id=events.step_id)
+        message.handles.extend(handles.tolist())
+        message.num_tokens.extend(itertools.repeat(1, len(handles)))
+        message.token_ids.extend(events.token_ids[mine].tolist())
+        yield owner, message
+
+
+def ends_message(ends: Iterable[SequenceEnd], step_id: int = 0) -> generation_pb2.GenerateResponse:
+    """Tell ends, of one owner."""
+    message = generation_pb2.GenerateResponse(step_id=step_id)
+    for end in ends:
+        if end.error is not None:
+            message.failed.add(
+                handle=end.handle, status=status_from_error(end.error), usage=_usage_message(end.usage)
+            )
+        else:
+            assert end.reason is not None
+            message.finished.add(
+                handle=end.handle,
+                reason=_REASONS[end.reason],
+                stop_token_id=end.stop_token_id,
+                usage=_usage_message(end.usage),
+            )
+    return message
+
+
+def refusal_message(request_id: str, handles: Sequence[int], error: OctavoError) -> generation_pb2.GenerateResponse:
+    """Tell that a request was refused: its handles, each with its failure."""
+    message = started_message(request_id, handles)
+    for handle in handles:
+        message.failed.add(handle=handle, status=status_from_error(error), usage=generation_pb2.Usage())
+    return message
+
+
+def _usage_message(usage: Usage) -> generation_pb2.Usage:
+    return generation_pb2.Usage(
+        num_cached_tokens=usage.num_cached_tokens,
+        num_computed_tokens=usage.num_computed_tokens,
+        num_output_tokens=usage.num_output_tokens,
+        num_discarded_tokens=usage.num_discarded_tokens,
+        num_preemptions=usage.num_preemptions,
+        queue_duration=duration_from_seconds(usage.queue_seconds),
+        prefill_duration=duration_from_seconds(usage.prefill_seconds),
+        decode_duration=duration_from_seconds(usage.decode_seconds),
+    )
+
+
+# ---- steps: engine and workers ----
+
+
+def load_request(config: EngineConfig, rank: int) -> worker_pb2.LoadModelRequest:
+    """Say what a rank serves."""
+    return worker_pb2.LoadModelRequest(
+        rank=rank,
+        tensor_parallel_size=len(config.worker_addresses),
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def loaded_model_of(model: worker_pb2.LoadedModel) -> LoadedModel:
+    """Parse what a worker said of the model."""
+    return LoadedModel(
+        num_blocks=model.num_blocks,
+        block_size=model.block_size,
+        max_model_len=model.max_model_len,
+        eos_token_ids=tuple(model.eos_token_ids),
+        tokenizer_digest=model.tokenizer_digest,
+        vocab_size=model.vocab_size,
+        gpu_type=model.gpu_type,
+        total_vram_bytes=model.total_vram_bytes,
+        kv_cache_bytes=model.kv_cache_bytes,
+        weights_bytes=model.weights_bytes,
+    )
+
+
+def step_message(output: SchedulerOutput) -> worker_pb2.ExecuteStepsRequest:
+    """Build the step for the workers; the same for all ranks."""
+    message = worker_pb2.ExecuteStepsRequest(
+        step_id=output.step_id,
+        ended_slots=output.ended_slots,
+        slots=output.slots.tolist(),
+        num_scheduled_tokens=output.num_scheduled_tokens.tolist(),
+        num_new_blocks=output.num_new_blocks.tolist(),
+        new_block_ids=output.new_block_ids.tolist(),
+    )
+    for new in output.new_sequences:
+        assert isinstance(new.sampling_params, generation_pb2.SamplingParams)
+        message.new_sequences.add(
+            slot=new.slot,
+            token_ids=new.token_ids.tolist(),
+            num_prompt_tokens=new.num_prompt_tokens,
+            num_computed_tokens=new.num_computed_tokens,
+            block_ids=new.block_ids,
+            sampling_params=new.sampling_params,
+            choice_index=new.choice_index,
+        )
+    return message
+
+
+def step_result_of(message: worker_pb2.ExecuteStepsResponse) -> StepResult:
+    """Parse a step's result; raises InternalError when a slot got more or less than one token."""
+    if any(count != 1 for count in message.num_tokens) or len(message.token_ids) != len(message.slots):
+        raise InternalError(f"Step {message.step_id} must give one token for each sampled slot.")
+    for failed in message.failed_sequences:
+        if failed.failure != worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS:
+            raise InternalError(f"Step {message.step_id} failed a sequence for an unknown reason.")
+    return StepResult(
+        step_id=message.step_id,
+        slots=np.array(message.slots, np.int64),
+        token_ids=np.array(message.token_ids, np.uint32),
+        failed_slots=tuple(failed.slot for failed in message.failed_sequences),
+        step_seconds=seconds_from_duration(message.step_duration),
+    )
+
+
+# ---- identity and watch: engine and routers ----
+
+
+def engine_message(status: EngineStatus) -> engine_pb2.Engine:
+    """Say who the engine is."""
+    identity = status.identity
+    contract = identity.hash_contract
+    return engine_pb2.Engine(
+        engine_id=identity.engine_id,
+        incarnation=identity.incarnation,
+        address=identity.address,
+        model_name=identity.model_name,
+        hash_contract=None
+        if contract is None
+        else engine_pb2.HashContract(
+            block_size=contract.block_size,
+            algorithm=contract.algorithm,
+            tokenizer_digest=contract.tokenizer_digest,
+        ),
+        state=_STATES[status.state],
+        num_blocks=identity.num_blocks,
+        max_model_len=identity.max_model_len,
+        max_num_seqs=identity.max_num_seqs,
+        max_num_batched_tokens=identity.max_num_batched_tokens,
+        gpu_type=identity.gpu_type,
+        total_vram_bytes=identity.total_vram_bytes,
+        tensor_parallel_size=identity.tensor_parallel_size,
+    )
+
+
+def load_message(status: EngineStatus) -> engine_pb2.EngineLoad:
+    """Say how busy the engine is."""
+    message = engine_pb2.EngineLoad(
+        state=_STATES[status.state], prefill_tokens_per_second=status.prefill_tokens_per_second
+    )
+    if status.decode_step_seconds is not None:
+        message.decode_step_duration.CopyFrom(duration_from_seconds(status.decode_step_seconds))
+    if status.load is not None:
+        message.num_running_requests = status.load.num_running
+        message.num_waiting_requests = status.load.num_waiting
+        message.num_pending_prefill_tokens = status.load.num_pending_prefill_tokens
+        message.num_available_blocks = status.load.num_available_blocks
+        message.num_blocks = status.load.num_blocks
+    return message
+
+
+def snapshot_messages(status: EngineStatus, hashes: Sequence[PrefixHash]) -> list[engine_pb2.EngineSnapshot]:
+    """Build a snapshot in parts."""
+    starts = range(0, max(len(hashes), 1), _HASHES_PER_PART)
+    parts = [engine_pb2.EngineSnapshot(prefix_hashes=hashes[start : start + _HASHES_PER_PART]) for start in starts]
+    parts[0].engine.CopyFrom(engine_message(status))
+    parts[0].load.CopyFrom(load_message(status))
+    parts[0].is_first_part = parts[-1].is_last_part = True
+    return parts
+
+
+def block_changes_message(changes: PoolChanges) -> engine_pb2.BlockChanges:
+    """Tell changes of the prefix cache."""
+    return engine_pb2.BlockChanges(
+        removed_hashes=changes.removed, stored_hashes=[prefix_hash for prefix_hash, _ in changes.stored]
+    )
+
+
+def watch_messages(event: FeedEvent) -> Iterator[engine_pb2.WatchEngineResponse]:
+    """Build the messages of one event; only a large snapshot needs several."""
+
+    def message() -> engine_pb2.WatchEngineResponse:
+        return engine_pb2.WatchEngineResponse(incarnation=event.incarnation, sequence_number=event.sequence_number)
+
+    if event.snapshot_hashes is not None:
+        assert event.status is not None
+        for part in snapshot_messages(event.status, event.snapshot_hashes):
+            response = message()
+            response.snapshot.CopyFrom(part)
+            yield response
+    elif event.changes is not None:
+        response = message()
+        response.block_changes.CopyFrom(block_changes_message(event.changes))
+        yield response
+    elif event.status is not None:
+        response = message()
+        response.load.CopyFrom(load_message(event.status))
+        yield response

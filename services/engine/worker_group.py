@@ -1,0 +1,110 @@
+"""The workers of one replica: loading the model on all ranks, and sending them steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from libs.errors import InternalError, OctavoError, WorkerLost
+from services.engine.clients import StepStream, WorkerClient
+from services.engine.core.scheduler_output import SchedulerOutput, StepResult
+from services.engine.identity import LoadedModel
+
+
+class StepRunner:
+    """Open step streams to all ranks; made by ``WorkerGroup.open_steps``.
+
+    A reader for each rank runs all the time, so that a worker that dies while nothing is computed is noticed.
+    """
+
+    def __init__(self, streams: Sequence[StepStream], timeout_seconds: float, on_lost: Callable[[], None]) -> None:
+        self._streams = streams
+        self._timeout_seconds = timeout_seconds
+        self._on_lost = on_lost
+        # None only wakes the one who waits: a stream has broken.
+        self._results: asyncio.Queue[StepResult | None] = asyncio.Queue(maxsize=1)
+        self._lost: OctavoError | None = None
+
+    async def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run a step on all ranks and return rank 0's result; raises WorkerLost."""
+        self.raise_if_lost()
+        for stream in self._streams:
+            await stream.send(output)
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                result = await self._results.get()
+        except TimeoutError:
+            raise WorkerLost(f"A step took longer than {self._timeout_seconds:g} seconds.") from None
+        self.raise_if_lost()
+        assert result is not None, "woken without a result and without a loss"
+        return result
+
+    def raise_if_lost(self) -> None:
+        """Raise WorkerLost when a stream has broken."""
+        if self._lost is not None:
+            raise self._lost
+
+    async def read(self, rank: int) -> None:
+        """Read one rank's results until its stream ends; only rank 0 answers."""
+        try:
+            async for result in self._streams[rank]:
+                self._results.put_nowait(result)
+            self._note_loss(WorkerLost(f"The worker of rank {rank} ended its stream."))
+        except asyncio.QueueFull:
+            self._note_loss(WorkerLost(f"The worker of rank {rank} answered a step that was not sent."))
+        except OctavoError as error:
+            self._note_loss(error if isinstance(error, WorkerLost) else WorkerLost(error.message))
+
+    def _note_loss(self, error: WorkerLost) -> None:
+        if self._lost is None:
+            self._lost = error
+        if self._results.empty():
+            self._results.put_nowait(None)
+        self._on_lost()
+
+
+class WorkerGroup:
+    """One worker for each rank."""
+
+    def __init__(
+        self, workers: Sequence[WorkerClient], *, load_timeout_seconds: float, step_timeout_seconds: float
+    ) -> None:
+        self._workers = workers
+        self._load_timeout_seconds = load_timeout_seconds
+        self._step_timeout_seconds = step_timeout_seconds
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._workers)
+
+    async def load_model(self) -> LoadedModel:
+        """Load on all ranks at once; the smallest rank's blocks count for all.
+
+        Raises:
+            WorkerLost: a worker cannot be reached or broke off.
+            ModelLoadFailed: the model cannot be served.
+        """
+        try:
+            async with asyncio.timeout(self._load_timeout_seconds):
+                models = await asyncio.gather(*(worker.load_model() for worker in self._workers))
+        except TimeoutError:
+            raise WorkerLost(f"Loading took longer than {self._load_timeout_seconds:g} seconds.") from None
+        if len({(model.tokenizer_digest, model.vocab_size, model.block_size) for model in models}) != 1:
+            raise InternalError("The workers of one replica have loaded different models.")
+        return min(models, key=lambda model: model.num_blocks)
+
+    @asynccontextmanager
+    async def open_steps(self, on_lost: Callable[[], None]) -> AsyncIterator[StepRunner]:
+        """Open step streams to all ranks; ``on_lost`` is called when one breaks."""
+        async with AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(worker.open_steps()) for worker in self._workers]
+            runner = StepRunner(streams, self._step_timeout_seconds, on_lost)
+            readers = [asyncio.create_task(runner.read(rank)) for rank in range(len(streams))]
+            try:
+                yield runner
+            finally:
+                for reader in readers:
+                    reader.cancel()
+                await asyncio.gather(*readers, return_exceptions=True)

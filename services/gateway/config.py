@@ -1,0 +1,126 @@
+"""Configuration of a gateway. Owns its fields, their units and the checks between them; nothing else."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from libs.config import setting
+
+_GATEWAY_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_POSITIVE = (
+    "block_size",
+    "max_body_bytes",
+    "max_concurrent_requests",
+    "text_threads",
+    "request_timeout_seconds",
+    "body_timeout_seconds",
+    "router_timeout_seconds",
+    "retry_placement_timeout_seconds",
+    "engine_accept_timeout_seconds",
+    "directory_refresh_seconds",
+    "readiness_timeout_seconds",
+    "sse_heartbeat_seconds",
+    "abort_settle_seconds",
+    "audit_flush_seconds",
+    "audit_spool_max_bytes",
+)
+_NOT_NEGATIVE = ("port", "max_placement_retries", "drain_timeout_seconds", "audit_shutdown_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """An OpenAI-compatible HTTP gateway."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "TCP port to listen on; 0 takes a free one.")
+    gateway_id: str = setting("gateway-0", "Name of this gateway; names its folder in data_dir and its audit rows.")
+    data_dir: str = setting("octavo-data", "Folder for the spool of accepted requests and the cache salt's secret.")
+    log_level: str = setting("info", "Least level of log events shown: debug, info, warning or error.")
+
+    model: str = setting(
+        "smollm2-135m-instruct",
+        "Model whose tokenizer and chat template are used: a folder, a .gguf file or the embedded model's name.",
+    )
+    served_model_name: str | None = setting(None, "The model's public name; unset takes it from model.")
+    block_size: int = setting(16, "Tokens in a KV block; must be the engines' own.", unit="tokens")
+    default_max_tokens: int | None = setting(
+        4096, "Output limit of a request that sets none; the room left in the context bounds it too.", unit="tokens"
+    )
+
+    router_address: str | None = setting(None, "The router's gRPC address; unset lets the gateway place requests.")
+    redis_url: str | None = setting(None, "Redis that holds the node registry, for when no router answers.")
+    engine_addresses: tuple[str, ...] = setting((), "Engines' gRPC addresses known beforehand, comma-separated.")
+    telemetry_address: str | None = setting(None, "Telemetry's gRPC address; unset keeps no audit records.")
+
+    api_keys_file: str | None = setting(None, "File with a line key:tenant for each API key; unset asks for none.")
+    allow_unauthenticated: bool = setting(
+        False, "Serve without API keys also on an address that other machines can reach."
+    )
+    cache_salt_secret: str | None = setting(
+        None, "Secret that tenants' cache salts derive from; unset keeps one in data_dir. Equal on all gateways."
+    )
+
+    max_body_bytes: int = setting(4 * 1024 * 1024, "Largest request body; more is refused with 413.", unit="bytes")
+    max_concurrent_requests: int = setting(4096, "Requests in this gateway at once; more are refused with 503.")
+    text_threads: int = setting(2, "Threads that render templates and tokenize.")
+    body_timeout_seconds: float = setting(60.0, "Time for a request's body to arrive.", unit="seconds")
+    request_timeout_seconds: float = setting(600.0, "Time for a whole request.", unit="seconds")
+
+    router_timeout_seconds: float = setting(
+        1.0, "Time for the router to show that it lives, before the gateway places requests itself.", unit="seconds"
+    )
+    max_placement_retries: int = setting(2, "Placements after the first, for a request without a token yet.")
+    retry_placement_timeout_seconds: float = setting(
+        5.0, "Time to find another engine for a request whose engine failed.", unit="seconds"
+    )
+    engine_accept_timeout_seconds: float = setting(
+        10.0, "Time for an engine to say that it has taken a request.", unit="seconds"
+    )
+    directory_refresh_seconds: float = setting(2.0, "Time between two looks at which engines exist.", unit="seconds")
+    readiness_timeout_seconds: float = setting(1.0, "Time for an engine to answer a readiness check.", unit="seconds")
+
+    sse_heartbeat_seconds: float = setting(
+        15.0, "Silence in a stream after which a comment keeps it alive.", unit="seconds"
+    )
+    abort_settle_seconds: float = setting(2.0, "Time for an engine to confirm an abort with its counts.", unit="seconds")
+    drain_timeout_seconds: float = setting(30.0, "Time for running requests to finish at shutdown.", unit="seconds")
+
+    audit_flush_seconds: float = setting(0.2, "Longest time that a record waits for its batch to fill.", unit="seconds")
+    audit_spool_max_bytes: int = setting(
+        64 * 1024 * 1024, "Bound of the spool on disk while telemetry is away; more is dropped and counted.", unit="bytes"
+    )
+    audit_shutdown_seconds: float = setting(
+        5.0, "Time to hand the last records over at shutdown; the rest stays in the spool.", unit="seconds"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the fields that must fit together."""
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be greater than zero.")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative.")
+        if self.port > 65535:
+            raise ValueError("port must be at most 65535.")
+        if self.default_max_tokens is not None and self.default_max_tokens < 1:
+            raise ValueError("default_max_tokens must be at least one.")
+        if _GATEWAY_ID.fullmatch(self.gateway_id) is None:
+            raise ValueError("gateway_id must be up to 64 letters, digits, dots, dashes and underscores.")
+        if self.api_keys_file is None and not self.allow_unauthenticated and not is_loopback(self.host):
+            raise ValueError(
+                f"{self.host} can be reached from other machines and no API keys are configured: "
+                "give --api-keys-file, or listen on 127.0.0.1, or say --allow-unauthenticated true."
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

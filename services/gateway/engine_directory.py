@@ -1,0 +1,168 @@
+"""Which engines exist and what they are doing, from the gateway's own point of view.
+
+Owns three sources of addresses (the router, the registry in Redis, the configuration) and the questions to
+engines themselves. It must not choose an engine for a request. What it knows is used when no router answers, for
+readiness, for metrics and for the context limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from libs.errors import OctavoError, StoreUnavailable
+from libs.obs import get_logger
+from libs.registry import NodeRegistry
+from services.gateway.clients import EngineClient, RouterClient
+from services.gateway.peers import EngineState, EngineStatus
+
+log = get_logger("engine_directory")
+
+# Engines asked at once; each answer is awaited for a bounded time, so a look at all of them is bounded too.
+_MAX_CONCURRENT_QUESTIONS = 16
+# One ready engine suffices for readiness, so a probe of a large cluster need not ask them all.
+_MAX_READINESS_QUESTIONS = 8
+
+
+class EngineDirectory:
+    """The engines of one model, refreshed in the background."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        configured_addresses: Sequence[str],
+        registry: NodeRegistry | None,
+        router: RouterClient | None,
+        refresh_seconds: float,
+        answer_timeout_seconds: float,
+    ) -> None:
+        self._model_name = model_name
+        self._configured_addresses = frozenset(configured_addresses)
+        self._registry = registry
+        self._router = router
+        self._refresh_seconds = refresh_seconds
+        self._answer_timeout_seconds = answer_timeout_seconds
+        self._addresses_by_source: dict[str, frozenset[str]] = {"configuration": self._configured_addresses}
+        self._silent_sources: set[str] = set()
+        self._clients: dict[str, EngineClient] = {}
+        self._engines: dict[str, EngineStatus] = {}
+        self._max_model_len: int | None = None
+        self._readiness_lock = asyncio.Lock()
+
+    @property
+    def engines(self) -> tuple[EngineStatus, ...]:
+        """The engines of this model that answered last time, by id."""
+        return tuple(
+            sorted(
+                (engine for engine in self._engines.values() if engine.model_name == self._model_name),
+                key=lambda engine: engine.engine_id,
+            )
+        )
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The smallest context of the engines, the last known one while none answers; None before the first."""
+        return self._max_model_len
+
+    async def run(self) -> None:
+        """Refresh until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(self._refresh_seconds)
+
+    async def close(self) -> None:
+        """Close the channels to engines."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.close()
+
+    async def refresh(self) -> None:
+        """Look at all sources once. A source that does not answer leaves what it said before."""
+        listed = await self._list_by_router()
+        await self._list_by_registry()
+        addresses = frozenset[str]().union(*self._addresses_by_source.values())
+        engines = {engine.address: engine for engine in listed}
+        for engine in await self._ask(addresses - engines.keys(), self._answer_timeout_seconds):
+            engines[engine.address] = engine
+        self._engines = engines
+        lengths = [engine.max_model_len for engine in self.engines if engine.max_model_len]
+        self._max_model_len = min(lengths, default=self._max_model_len)
+        for address in self._clients.keys() - addresses:
+            await self._clients.pop(address).close()
+
+    async def ask_all(self, timeout_seconds: float) -> list[EngineStatus]:
+        """Ask all known engines what they are doing now; those that do not answer in time are left out."""
+        answers = await self._ask(self._known_addresses(), timeout_seconds)
+        return sorted(answers, key=lambda engine: engine.engine_id)
+
+    async def has_ready_engine(self, timeout_seconds: float) -> bool:
+        """Ask engines themselves whether one takes requests now."""
+        # Probes that come together wait for one another instead of multiplying the questions.
+        async with self._readiness_lock:
+            if not self._known_addresses():
+                await self.refresh()
+            answers = await self._ask(self._known_addresses()[:_MAX_READINESS_QUESTIONS], timeout_seconds)
+            return any(
+                engine.state is EngineState.READY and engine.model_name == self._model_name for engine in answers
+            )
+
+    def _known_addresses(self) -> list[str]:
+        """Return all addresses, those of engines that were ready at the last look first."""
+        addresses = frozenset[str]().union(*self._addresses_by_source.values())
+
+        def was_not_ready(address: str) -> bool:
+            engine = self._engines.get(address)
+            return engine is None or engine.state is not EngineState.READY
+
+        return sorted(addresses, key=lambda address: (was_not_ready(address), address))
+
+    async def _list_by_router(self) -> list[EngineStatus]:
+        if self._router is None:
+            return []
+        try:
+            engines = await self._router.list_engines(self._answer_timeout_seconds)
+        except OctavoError as error:
+            self._note_silence("router", error)
+            return []
+        self._note_answer("router")
+        self._addresses_by_source["router"] = frozenset(engine.address for engine in engines)
+        return engines
+
+    async def _list_by_registry(self) -> None:
+        if self._registry is None:
+            return
+        try:
+            nodes = await self._registry.list_nodes()
+        except StoreUnavailable as error:
+            self._note_silence("registry", error)
+            return
+        self._note_answer("registry")
+        self._addresses_by_source["registry"] = frozenset(node.address for node in nodes)
+
+    async def _ask(self, addresses: Iterable[str], timeout_seconds: float) -> list[EngineStatus]:
+        slots = asyncio.Semaphore(_MAX_CONCURRENT_QUESTIONS)
+
+        async def ask(address: str) -> EngineStatus | None:
+            async with slots:
+                client = self._clients.get(address)
+                if client is None:
+                    client = self._clients[address] = EngineClient(address)
+                try:
+                    return await client.get_engine(timeout_seconds)
+                except OctavoError:
+                    # An engine that is starting or gone; who needs one hears that there is none.
+                    return None
+
+        answers = await asyncio.gather(*(ask(address) for address in addresses))
+        return [engine for engine in answers if engine is not None]
+
+    def _note_silence(self, source: str, error: OctavoError) -> None:
+        if source not in self._silent_sources:
+            self._silent_sources.add(source)
+            log.warning("source of engines does not answer", source=source, error=error.message)
+
+    def _note_answer(self, source: str) -> None:
+        if source in self._silent_sources:
+            self._silent_sources.discard(source)
+            log.info("source of engines answers again", source=source)

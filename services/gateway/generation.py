@@ -1,0 +1,98 @@
+"""What a gateway asks of an engine and what it hears back, as the gateway's own types.
+
+Owns no behaviour. Nothing here knows the wire, HTTP or text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from libs.errors import OctavoError
+
+
+class FinishReason(StrEnum):
+    """Why an engine ended an output well."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; what is None is off."""
+
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int
+    max_output_tokens: int
+    min_output_tokens: int
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A whole request as an engine takes it; the time left is added when it is sent."""
+
+    request_id: str
+    tenant_id: str
+    traceparent: str | None
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams
+    cache_salt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """What a request cost the engine; durations are the engine's own."""
+
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_discarded_tokens: int
+    num_preemptions: int
+    queue_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationFinished:
+    """An output ended well, or was aborted."""
+
+    reason: FinishReason
+    stop_token_id: int | None
+    usage: EngineUsage
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationFailed:
+    """An output ended with an error; ``usage`` is None when the engine could not tell it."""
+
+    error: OctavoError
+    usage: EngineUsage | None
+
+
+GenerationEnd: TypeAlias = GenerationFinished | GenerationFailed
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStep:
+    """Tokens of one request since the last look, and its end if it came with them."""
+
+    token_ids: list[int]
+    end: GenerationEnd | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """Everything that one engine step did for this gateway; ``token_ids`` lie one handle after the other."""
+
+    started: list[tuple[str, list[int]]]
+    handles: list[int]
+    num_tokens: list[int]
+    token_ids: list[int]
+    ends: list[tuple[int, GenerationEnd]]
