@@ -102,6 +102,43 @@ class GatewayMetrics:
         )
 
 
+class ScrapedEngineMetrics:
+    """What engines say of themselves when a gateway is scraped; made anew for each scrape, so never stale."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.running_requests = Gauge(
+            "octavo_engine_running_requests", "Sequences running.", ["engine_id"], registry=registry
+        )
+        self.waiting_requests = Gauge(
+            "octavo_engine_waiting_requests", "Requests waiting.", ["engine_id"], registry=registry
+        )
+        self.kv_blocks_used = Gauge(
+            "octavo_engine_kv_blocks_used",
+            "KV blocks that requests hold; blocks that can be evicted are not counted.",
+            ["engine_id"],
+            registry=registry,
+        )
+        self.kv_blocks_total = Gauge(
+            "octavo_engine_kv_blocks_total", "KV blocks in total.", ["engine_id"], registry=registry
+        )
+
+    def observe(
+        self,
+        engine_id: str,
+        *,
+        num_running_requests: int,
+        num_waiting_requests: int,
+        num_blocks_used: int,
+        num_blocks: int,
+    ) -> None:
+        """Take one engine's figures."""
+        self.running_requests.labels(engine_id).set(num_running_requests)
+        self.waiting_requests.labels(engine_id).set(num_waiting_requests)
+        self.kv_blocks_used.labels(engine_id).set(num_blocks_used)
+        self.kv_blocks_total.labels(engine_id).set(num_blocks)
+
+
 class RouterMetrics:
     """What a router counts."""
 
@@ -129,6 +166,16 @@ class RouterMetrics:
         )
         self.resyncs = Counter(
             "octavo_router_resyncs", "Watches opened again after a gap or a break.", registry=registry
+        )
+        self.left_out_hashes = Gauge(
+            "octavo_router_left_out_hashes",
+            "Prefix hashes left out of the index since the start, because an engine has too many.",
+            registry=registry,
+        )
+        self.prefix_rows_dropped = Counter(
+            "octavo_router_prefix_rows_dropped",
+            "Rows of prompt_prefix_cache not written: too many waited, or Redis was away.",
+            registry=registry,
         )
 
 

@@ -11,8 +11,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 # The type that redis-py declares for the fields of a hash.
-RedisValue: TypeAlias = bytes | bytearray | memoryview[int] | str | int | float
-RedisFields: TypeAlias = dict[RedisValue, RedisValue]
+RedisValue: TypeAlias = "bytes | bytearray | memoryview[int] | str | int | float"
+RedisFields: TypeAlias = "dict[RedisValue, RedisValue]"
 
 _TIMEOUT_SECONDS = 2.0
 

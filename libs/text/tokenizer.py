@@ -89,6 +89,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(folder.path / "tokenizer.json"))
         except Exception as error:  # The library raises bare Exception for a file that it does not understand.
             raise ModelLoadFailed(f"The tokenizer.json of {folder.path.name} cannot be loaded: {error}.") from error
+        # Both are for training, and would hide what stands before a prompt.
         backend.no_truncation()
         backend.no_padding()
         definition = folder_tokenizer_definition(folder, _prompt_prefix_of(backend))

@@ -1,0 +1,427 @@
+"""The engine over its real wire, with a worker that speaks the real protocol and computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import pytest
+from google.rpc import status_pb2
+from prometheus_client import CollectorRegistry
+
+from libs.errors import DeadlineExceeded, Draining, EngineLost, InvalidLogits, InvalidRequest, WorkerLost
+from libs.obs.metrics import EngineMetrics
+from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
+from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
+from libs.rpc import RpcStream, duration_from_seconds, error_from_status, make_channel, make_server, open_stream
+from libs.rpc import unary as call
+from services.engine.clients import WorkerClient
+from services.engine.config import EngineConfig
+from services.engine.feed import EngineFeed
+from services.engine.loop import EngineLoop
+from services.engine.registry_writer import RegistryWriter
+from services.engine.servicer import registrations
+from services.engine.worker_group import WorkerGroup
+from tests.fakes.fake_worker import FakeWorker, continuation
+
+End: TypeAlias = generation_pb2.Finished | generation_pb2.Failed
+
+PROMPT = [11, 12, 13, 14, 15]
+
+
+@dataclass
+class Engine:
+    """A running engine and its worker."""
+
+    worker: FakeWorker
+    loop: EngineLoop
+    generation: generation_pb2_grpc.GenerationServiceStub
+    service: engine_pb2_grpc.EngineServiceStub
+
+    @asynccontextmanager
+    async def gateway(self) -> AsyncIterator[Gateway]:
+        async with open_stream(self.generation.Generate, on_lost=EngineLost) as stream:
+            gateway = Gateway(stream)
+            reader = asyncio.create_task(gateway.read())
+            try:
+                yield gateway
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+
+
+@dataclass
+class Gateway:
+    """A gateway's end of the stream: what came for each request."""
+
+    stream: RpcStream[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
+    handles: dict[str, list[int]] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, End] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def read(self) -> None:
+        async for message in self.stream:
+            for started in message.started:
+                assert started.request_id not in self.handles
+                self.handles[started.request_id] = list(started.handles)
+                self.tokens.update({handle: [] for handle in started.handles})
+            position = 0
+            for handle, count in zip(message.handles, message.num_tokens, strict=True):
+                assert handle not in self.ends, "a token came after the end"
+                self.tokens[handle] += message.token_ids[position : position + count]
+                position += count
+            ends: list[End] = [*message.finished, *message.failed]
+            for end in ends:
+                assert end.handle not in self.ends, "a handle ended twice"
+                self.ends[end.handle] = end
+            self._changed.set()
+
+    async def submit(self, request_id: str, prompt: list[int], max_output_tokens: int, **fields: object) -> None:
+        submit = generation_pb2.Submit(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=generation_pb2.SamplingParams(max_output_tokens=max_output_tokens),
+            choices=[generation_pb2.ChoiceState()],
+        )
+        for name, value in fields.items():
+            message = getattr(submit, name)
+            message.CopyFrom(value) if hasattr(message, "CopyFrom") else setattr(submit, name, value)
+        await self.stream.send(generation_pb2.GenerateRequest(submit=submit))
+
+    async def abort(self, request_id: str) -> None:
+        abort = generation_pb2.Abort(request_id=request_id)
+        await self.stream.send(generation_pb2.GenerateRequest(abort=abort))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def end_of(self, request_id: str) -> End:
+        await self.until(lambda: request_id in self.handles and self.handles[request_id][0] in self.ends)
+        return self.ends[self.handles[request_id][0]]
+
+    def tokens_of(self, request_id: str) -> list[int]:
+        return self.tokens[self.handles[request_id][0]]
+
+
+@asynccontextmanager
+async def running_engine(
+    worker: FakeWorker | None = None, *, must_be_ready: bool = True, **settings: object
+) -> AsyncIterator[Engine]:
+    worker = worker or FakeWorker()
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+        config = EngineConfig(
+            listen_address=f"unix:{folder}/engine",
+            worker_addresses=(f"unix:{folder}/worker",),
+            **settings,  # type: ignore[arg-type] # Tests name settings freely; the dataclass checks them.
+        )
+        worker_server = make_server(config.worker_addresses[0], [worker.registration()])
+        await worker_server.start()
+        client = WorkerClient(config, 0)
+        loop = EngineLoop(
+            config,
+            WorkerGroup(
+                [client],
+                load_timeout_seconds=config.load_timeout_seconds,
+                step_timeout_seconds=config.step_timeout_seconds,
+            ),
+            EngineFeed(),
+            RegistryWriter(None, config.engine_id, lease_seconds=1.0),
+            EngineMetrics(CollectorRegistry()),
+            first_incarnation=1,
+        )
+        server = make_server(config.listen_address, registrations(loop, time.monotonic))
+        await server.start()
+        running = asyncio.create_task(loop.run())
+        channel = make_channel(config.listen_address)
+        engine = Engine(
+            worker,
+            loop,
+            generation_pb2_grpc.GenerationServiceStub(channel),
+            engine_pb2_grpc.EngineServiceStub(channel),
+        )
+        try:
+            if must_be_ready:
+                await until_state(engine, engine_pb2.ENGINE_STATE_READY)
+            yield engine
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await channel.close()
+            await client.close()
+            await server.stop(0)
+            await worker_server.stop(0)
+
+
+async def get_engine(engine: Engine) -> engine_pb2.GetEngineResponse:
+    response = await call(
+        engine.service.GetEngine, engine_pb2.GetEngineRequest(), timeout_seconds=5, on_lost=EngineLost
+    )
+    assert isinstance(response, engine_pb2.GetEngineResponse)
+    return response
+
+
+async def until_state(engine: Engine, state: engine_pb2.EngineState.ValueType) -> engine_pb2.GetEngineResponse:
+    async with asyncio.timeout(10):
+        while (response := await get_engine(engine)).engine.state != state:
+            await asyncio.sleep(0.01)
+        return response
+
+
+async def until_idle(engine: Engine) -> engine_pb2.EngineLoad:
+    async with asyncio.timeout(10):
+        while True:
+            load = (await get_engine(engine)).load
+            if not load.num_running_requests and not load.num_waiting_requests:
+                return load
+            await asyncio.sleep(0.01)
+
+
+def error_of(end: End) -> Exception:
+    assert isinstance(end, generation_pb2.Failed)
+    assert isinstance(end.status, status_pb2.Status)
+    return error_from_status(end.status)
+
+
+async def test_streams_the_tokens_of_many_requests_and_gives_all_blocks_back() -> None:
+    prompts = {f"r{index}": [10 + index] * (3 + 7 * index) for index in range(12)}
+
+    async with running_engine(max_num_batched_tokens=32, max_num_seqs=5) as engine, engine.gateway() as gateway:
+        for request_id, prompt in prompts.items():
+            await gateway.submit(request_id, prompt, 9)
+        ends = {request_id: await gateway.end_of(request_id) for request_id in prompts}
+        load = await until_idle(engine)
+
+    for request_id, prompt in prompts.items():
+        assert gateway.tokens_of(request_id) == continuation(prompt, 9)
+        end = ends[request_id]
+        assert isinstance(end, generation_pb2.Finished)
+        assert end.reason == generation_pb2.FINISH_REASON_LENGTH
+        assert end.usage.num_output_tokens == 9
+    assert load.num_available_blocks == load.num_blocks
+
+
+async def test_preemption_changes_no_token() -> None:
+    worker = FakeWorker(num_blocks=8)
+
+    async with running_engine(worker, watermark_fraction=0.0) as engine, engine.gateway() as gateway:
+        for index in range(6):
+            await gateway.submit(f"r{index}", [20 + index] * 20, 60)
+        ends = [await gateway.end_of(f"r{index}") for index in range(6)]
+
+    assert sum(end.usage.num_preemptions for end in ends) > 0
+    for index in range(6):
+        assert gateway.tokens_of(f"r{index}") == continuation([20 + index] * 20, 60)
+
+
+async def test_each_gateway_hears_only_of_its_own_requests() -> None:
+    async with running_engine() as engine, engine.gateway() as first, engine.gateway() as second:
+        await first.submit("a", PROMPT, 5)
+        await second.submit("b", PROMPT, 5)
+        await first.end_of("a")
+        await second.end_of("b")
+
+    assert set(first.handles) == {"a"}
+    assert set(second.handles) == {"b"}
+    assert first.tokens_of("a") == second.tokens_of("b") == continuation(PROMPT, 5)
+
+
+async def test_abort_is_answered_by_an_end_and_frees_blocks() -> None:
+    async with running_engine(FakeWorker(step_seconds=0.01)) as engine, engine.gateway() as gateway:
+        await gateway.submit("a", PROMPT, 400)
+        await gateway.until(lambda: bool(gateway.tokens) and len(gateway.tokens_of("a")) >= 3)
+        await gateway.abort("a")
+        end = await gateway.end_of("a")
+        load = await until_idle(engine)
+
+    assert isinstance(end, generation_pb2.Finished)
+    assert end.reason == generation_pb2.FINISH_REASON_ABORTED
+    assert end.usage.num_output_tokens == len(gateway.tokens_of("a"))
+    assert load.num_available_blocks == load.num_blocks
+
+
+async def test_a_gateway_that_leaves_aborts_its_requests() -> None:
+    async with running_engine(FakeWorker(step_seconds=0.01)) as engine:
+        async with engine.gateway() as gateway:
+            await gateway.submit("a", PROMPT, 400)
+            await gateway.until(lambda: bool(gateway.tokens) and len(gateway.tokens_of("a")) >= 2)
+        load = await until_idle(engine)
+
+    assert load.num_available_blocks == load.num_blocks
+
+
+async def test_a_lost_worker_fails_requests_and_the_next_one_is_served() -> None:
+    async with running_engine(FakeWorker(step_seconds=0.005)) as engine, engine.gateway() as gateway:
+        before = (await get_engine(engine)).engine.incarnation
+        await gateway.submit("a", PROMPT, 400)
+        await gateway.until(lambda: bool(gateway.tokens) and len(gateway.tokens_of("a")) >= 2)
+        engine.worker.break_next_step = True
+        end = await gateway.end_of("a")
+        after = (await until_state(engine, engine_pb2.ENGINE_STATE_READY)).engine.incarnation
+        await gateway.submit("b", PROMPT, 4)
+        await gateway.end_of("b")
+
+    assert isinstance(error_of(end), WorkerLost)
+    assert after > before
+    assert gateway.tokens_of("b") == continuation(PROMPT, 4)
+    assert gateway.handles["a"] != gateway.handles["b"]
+
+
+async def test_a_frozen_worker_makes_the_engine_unready_and_then_counts_as_lost() -> None:
+    async with (
+        running_engine(FakeWorker(), stall_seconds=0.1, step_timeout_seconds=0.5) as engine,
+        engine.gateway() as gateway,
+    ):
+        engine.worker.freeze = True
+        await gateway.submit("a", PROMPT, 4)
+        await until_state(engine, engine_pb2.ENGINE_STATE_STARTING)
+        end = await gateway.end_of("a")
+        engine.worker.freeze = False
+        await until_state(engine, engine_pb2.ENGINE_STATE_READY)
+
+    assert isinstance(error_of(end), WorkerLost)
+
+
+async def test_logits_that_are_not_numbers_end_only_their_own_request() -> None:
+    async with running_engine(FakeWorker(poisoned_token_id=99)) as engine, engine.gateway() as gateway:
+        await gateway.submit("bad", [99, 98], 5)
+        await gateway.submit("good", PROMPT, 5)
+        bad, good = await gateway.end_of("bad"), await gateway.end_of("good")
+
+    assert isinstance(error_of(bad), InvalidLogits)
+    assert isinstance(good, generation_pb2.Finished)
+    assert gateway.tokens_of("good") == continuation(PROMPT, 5)
+
+
+async def test_output_emitted_elsewhere_counts_as_output() -> None:
+    whole = continuation(PROMPT, 8)
+
+    async with running_engine() as engine, engine.gateway() as gateway:
+        submit = generation_pb2.Submit(
+            request_id="a",
+            prompt_token_ids=PROMPT,
+            sampling_params=generation_pb2.SamplingParams(max_output_tokens=8),
+            choices=[generation_pb2.ChoiceState(output_token_ids=whole[:3])],
+        )
+        await gateway.stream.send(generation_pb2.GenerateRequest(submit=submit))
+        end = await gateway.end_of("a")
+
+    assert gateway.tokens_of("a") == whole[3:]
+    assert end.usage.num_output_tokens == 5
+
+
+async def test_a_request_past_its_deadline_ends_with_an_error() -> None:
+    async with running_engine(FakeWorker(step_seconds=0.01)) as engine, engine.gateway() as gateway:
+        await gateway.submit("a", PROMPT, 400, remaining_time=duration_from_seconds(0.05))
+        end = await gateway.end_of("a")
+
+    assert isinstance(error_of(end), DeadlineExceeded)
+
+
+@pytest.mark.parametrize(("prompt", "max_output_tokens"), [([], 5), ([10**6], 5), (PROMPT, 0), (PROMPT, 10**6)])
+async def test_a_request_that_cannot_be_served_is_refused_with_its_handles(
+    prompt: list[int], max_output_tokens: int
+) -> None:
+    async with running_engine() as engine, engine.gateway() as gateway:
+        await gateway.submit("a", prompt, max_output_tokens)
+        end = await gateway.end_of("a")
+
+    assert error_of(end).args[0]
+    assert len(gateway.handles["a"]) == 1
+
+
+async def test_a_draining_engine_refuses_new_requests_and_finishes_old_ones() -> None:
+    async with running_engine(FakeWorker(step_seconds=0.01)) as engine, engine.gateway() as gateway:
+        await gateway.submit("old", PROMPT, 20)
+        await gateway.until(lambda: "old" in gateway.handles)
+        await call(
+            engine.service.DrainEngine, engine_pb2.DrainEngineRequest(), timeout_seconds=5, on_lost=EngineLost
+        )
+        await gateway.submit("new", PROMPT, 20)
+        new, old = await gateway.end_of("new"), await gateway.end_of("old")
+
+    assert isinstance(error_of(new), Draining)
+    assert isinstance(old, generation_pb2.Finished)
+
+
+async def test_a_submit_without_id_breaks_the_stream_with_a_clear_error() -> None:
+    async with running_engine() as engine:
+        with pytest.raises(InvalidRequest, match="request_id"):
+            async with open_stream(engine.generation.Generate, on_lost=EngineLost) as stream:
+                await stream.send(generation_pb2.GenerateRequest(submit=generation_pb2.Submit()))
+                async for _ in stream:
+                    pass
+
+
+async def test_a_watch_starts_with_a_snapshot_and_numbers_what_follows() -> None:
+    hashes: set[bytes] = set()
+    numbers: list[int] = []
+    loads: list[engine_pb2.EngineLoad] = []
+
+    async with running_engine() as engine, engine.gateway() as gateway:
+        await gateway.submit("a", [5] * 40, 3)
+        await gateway.end_of("a")
+        await until_idle(engine)
+        async with open_stream(
+            engine.service.WatchEngine, engine_pb2.WatchEngineRequest(), on_lost=EngineLost
+        ) as watch:
+            async with asyncio.timeout(10):
+                async for event in watch:
+                    numbers.append(event.sequence_number)
+                    if event.WhichOneof("event") == "snapshot":
+                        assert event.snapshot.is_first_part
+                        assert event.snapshot.is_last_part
+                        assert event.snapshot.engine.engine_id == "engine-0"
+                        hashes |= set(event.snapshot.prefix_hashes)
+                        assert len(hashes) == 2
+                        await gateway.submit("b", [6] * 40, 3)
+                    elif event.WhichOneof("event") == "block_changes":
+                        hashes |= set(event.block_changes.stored_hashes)
+                    else:
+                        loads.append(event.load)
+                    if len(hashes) == 4 and loads and not loads[-1].num_running_requests:
+                        break
+
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+async def test_a_watcher_learns_that_a_lost_worker_voids_the_cache() -> None:
+    async with running_engine() as engine, engine.gateway() as gateway:
+        await gateway.submit("a", [5] * 40, 3)
+        await gateway.end_of("a")
+        async with open_stream(
+            engine.service.WatchEngine, engine_pb2.WatchEngineRequest(), on_lost=EngineLost
+        ) as watch:
+            events = aiter(watch)
+            first = await anext(events)
+            engine.worker.break_next_step = True
+            await gateway.submit("b", PROMPT, 3)
+            async with asyncio.timeout(10):
+                while (event := await anext(events)).incarnation == first.incarnation:
+                    pass
+
+    assert event.incarnation > first.incarnation
+    assert event.WhichOneof("event") == "snapshot"
+    assert not event.snapshot.prefix_hashes
+
+
+async def test_an_engine_without_its_worker_says_that_it_is_starting() -> None:
+    worker = FakeWorker()
+    worker.LoadModel = None  # type: ignore[assignment,method-assign] # A worker that cannot load.
+
+    async with running_engine(worker, must_be_ready=False) as engine, engine.gateway() as gateway:
+        await gateway.submit("a", PROMPT, 3)
+        end = await gateway.end_of("a")
+        response = await get_engine(engine)
+
+    assert "loading" in str(error_of(end))
+    assert response.engine.state == engine_pb2.ENGINE_STATE_STARTING
+    assert response.engine.engine_id == "engine-0"
