@@ -15,12 +15,12 @@ class RouterConfig:
     instance_id: str = setting("router-0", "Name of this process in logs.")
     log_level: str = setting("info", "Least level of logs: debug, info, warning or error.")
     metrics_port: int = setting(0, "Port of Prometheus metrics; 0 serves none.")
-    redis_url: str | None = setting(None, "Redis that holds the engines' leases; unset for configured engines only.")
+    redis_url: str | None = setting(None, "Redis that holds the engines' leases; unset for none.")
     engine_addresses: tuple[str, ...] = setting((), "Engines to watch beside those with a lease, by address.")
 
     lease_poll_seconds: float = setting(1.0, "How often leases are read.", unit="seconds")
     lease_grace_seconds: float = setting(
-        15.0,
+        10.0,
         "How long an engine is kept when its lease is gone while its watch is alive, as after a restart of Redis.",
         unit="seconds",
     )
@@ -34,7 +34,7 @@ class RouterConfig:
         10.0, "A load report older than this is taken as unknown, which is neutral.", unit="seconds"
     )
     report_lag_seconds: float = setting(
-        0.05,
+        0.02,
         "A load report is taken to contain what was placed at least this long before it came.",
         unit="seconds",
     )
@@ -76,3 +76,25 @@ class RouterConfig:
         4_096, "Rows of prompt_prefix_cache that wait to be written; more are dropped and counted."
     )
     drain_grace_seconds: float = setting(2.0, "How long streams may take to end at shutdown.", unit="seconds")
+
+    def __post_init__(self) -> None:
+        for name in ("max_engines", "max_hashes_per_engine", "max_waiting_requests", "max_requests_per_gateway"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        for name in (
+            "lease_poll_seconds",
+            "watch_backoff_min_seconds",
+            "snapshot_timeout_seconds",
+            "max_wait_seconds",
+            "max_waiting_steps",
+            "wait_tolerance_seconds",
+            "unmeasured_prefill_tokens_per_second",
+            "unmeasured_decode_step_seconds",
+            "prefix_write_interval_seconds",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0, not {getattr(self, name)}.")
+        if self.watch_backoff_max_seconds < self.watch_backoff_min_seconds:
+            raise ValueError("watch_backoff_max_seconds must be at least watch_backoff_min_seconds.")
+        if not 0 <= self.prefix_match_weight < 1:
+            raise ValueError(f"prefix_match_weight must be in [0, 1), not {self.prefix_match_weight}.")

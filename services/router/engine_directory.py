@@ -196,10 +196,15 @@ class EngineDirectory:
             for engine_id, entry in sorted(self._entries.items())
         ]
 
-    def is_watched(self, engine_id: EngineId) -> bool:
-        """Tell whether an engine's watch is alive and complete."""
-        entry = self._entries.get(engine_id)
+    def is_watching(self, target: WatchTarget) -> bool:
+        """Tell whether the watch on ``target`` has given a complete snapshot and keeps it current."""
+        entry = self._entry_of(target)
         return entry is not None and entry.is_watched
+
+    def watched_state(self, engine_id: EngineId) -> EngineState | None:
+        """Return an engine's state; None when no watch on it is alive and complete."""
+        entry = self._entries.get(engine_id)
+        return entry.state if entry is not None and entry.is_watched else None
 
     def _new_entry(self, identity: EngineIdentity) -> _Entry:
         return _Entry(identity, PlacedLoad(self._report_lag_seconds))

@@ -42,5 +42,3 @@ class WatchTarget:
 
     address: str
     engine_id: EngineId | None
-
-

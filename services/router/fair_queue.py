@@ -1,8 +1,8 @@
 """The queue of requests that have no place yet: bounded, by priority, first in first out. Pure.
 
-Owns the order of what waits and when it has waited too long. It must not know engines, sockets or the clock. Requests
-that have the same engines to choose from share a lane: when the first of a lane must wait, so must all behind it,
-and no other lane is held up.
+Owns the order of what waits and when it has waited too long. It must not know engines, sockets or the clock.
+Requests that have the same engines to choose from share a lane: when the first of a lane must wait, so must all
+behind it, and no other lane is held up.
 """
 
 from __future__ import annotations

@@ -41,9 +41,7 @@ class NeutralLoad:
             prefill_tokens_per_second=_mean(
                 (load.prefill_tokens_per_second for load in loads), unmeasured.prefill_tokens_per_second
             ),
-            decode_step_seconds=_mean(
-                (load.decode_step_seconds for load in loads), unmeasured.decode_step_seconds
-            ),
+            decode_step_seconds=_mean((load.decode_step_seconds for load in loads), unmeasured.decode_step_seconds),
             num_pending_prefill_tokens=_mean((load.num_pending_prefill_tokens for load in loads), 0.0),
             num_running_requests=_mean((load.num_running_requests for load in loads), 0.0),
         )
