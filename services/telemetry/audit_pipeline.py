@@ -1,8 +1,7 @@
 """The path of an audit record: taken from a gateway, kept on disk, written to the store, forgotten.
 
-Reads straight down: `take` is the way in, `run` the way out, `finish` the end at shutdown. Owns when to
-flush, how fast, when to try again and what becomes of rows that the store refuses. It must not know the
-wire or ClickHouse.
+Reads straight down: `take` is the way in, `run` the way out. Owns when to flush, how fast, when to try again
+and what becomes of rows that the store refuses. It must not know the wire or ClickHouse.
 
 Bounds: an insert has at most `batch_max_rows` rows and at most `MAX_INSERTS_PER_SECOND` start in a second;
 waits between attempts double up to `MAX_BACKOFF_SECONDS`; attempts have no limit, since the spool has one.
@@ -14,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
@@ -27,7 +27,7 @@ from services.telemetry.audit_store import AuditStore, RowsRefused
 
 MAX_INSERTS_PER_SECOND: Final = 5
 MIN_BACKOFF_SECONDS: Final = 0.25
-MAX_BACKOFF_SECONDS: Final = 15.0
+MAX_BACKOFF_SECONDS: Final = 5.0
 MAX_WAITING_BATCHES: Final = 64
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class PipelineSettings:
 
 
 class AuditPipeline:
-    """Takes batches and brings each record to the store, once."""
+    """Takes batches and brings each record to the store, once. To be made inside the event loop."""
 
     def __init__(
         self,
@@ -65,7 +65,10 @@ class AuditPipeline:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="audit-spool")
         self._num_waiting = 0
         self._num_new_rows = 0
-        self._has_enough = asyncio.Event()
+        self._has_work = asyncio.Event()
+        self._is_stopping = asyncio.Event()
+        # Has no deadline until `stop` gives it one.
+        self._limit = asyncio.timeout(None)
         self._next_insert_time = 0.0
 
     async def take(self, batch: AuditBatch) -> bool:
@@ -90,28 +93,20 @@ class AuditPipeline:
         if is_new:
             self._num_new_rows += len(batch.records)
             if self._num_new_rows >= self._settings.batch_max_rows:
-                self._has_enough.set()
+                self._has_work.set()
         return is_new
 
     async def run(self) -> None:
-        """Flush at every interval, or as soon as there is a full insert, until cancelled."""
-        await self._flush_until_done()  # What an earlier process left.
-        while True:
-            try:
-                async with asyncio.timeout(self._settings.flush_interval_seconds):
-                    await self._has_enough.wait()
-            except TimeoutError:
-                pass
-            await self._flush_until_done()
-
-    async def finish(self) -> None:
-        """Flush a last time, within `shutdown_flush_seconds`; what does not go stays in the spool.
-
-        To be called once, when `take` is called no more and `run` was cancelled.
-        """
+        """Flush at every interval, or as soon as there is a full insert, until `stop`; then a last time."""
         try:
-            async with asyncio.timeout(self._settings.shutdown_flush_seconds):
-                await self._flush_until_done()
+            async with self._limit:
+                is_last = False
+                while not is_last:
+                    # A flush that began before `stop` may have missed what was taken since.
+                    is_last = self._is_stopping.is_set()
+                    await self._flush_until_done()
+                    if not self._is_stopping.is_set():
+                        await _wait(self._has_work, self._settings.flush_interval_seconds)
         except TimeoutError:
             size_bytes = await self._on_disk_thread(lambda: self._spool.size_bytes)
             self._log.warning("records stay in the spool for the next start", spool_bytes=size_bytes)
@@ -119,6 +114,15 @@ class AuditPipeline:
         await self._on_disk_thread(self._dead_letters.close)
         self._disk.shutdown(wait=True)
         await self._store.close()
+
+    def stop(self) -> None:
+        """Let `run` flush a last time and end, within `shutdown_flush_seconds`; the rest stays in the spool.
+
+        To be called when `take` is called no more.
+        """
+        self._is_stopping.set()
+        self._has_work.set()
+        self._limit.reschedule(asyncio.get_running_loop().time() + self._settings.shutdown_flush_seconds)
 
     async def _flush_until_done(self) -> None:
         """Bring all that is in the spool to the store, however long the store is away."""
@@ -130,18 +134,28 @@ class AuditPipeline:
                 self._metrics.insert_failures.inc()
                 wait_seconds = max(backoff_seconds, error.retry_after_seconds or 0.0)
                 self._log.warning("flush failed", error=error.message, retry_in_seconds=wait_seconds)
-                await asyncio.sleep(wait_seconds)
                 backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
-            else:
-                return
-            finally:
                 await self._report()
+                await self._back_off(wait_seconds)
+            else:
+                await self._report()
+                return
+
+    async def _back_off(self, seconds: float) -> None:
+        """Wait; a stop cuts the wait short, since its time is better used to try once more."""
+        if self._is_stopping.is_set():
+            await asyncio.sleep(seconds)
+        else:
+            await _wait(self._is_stopping, seconds)
 
     async def _flush(self) -> None:
         """Send every sealed file of the spool and forget it when the store has it."""
-        self._has_enough.clear()
+        self._has_work.clear()
         self._num_new_rows = 0
-        for segment in await self._on_disk_thread(self._spool.seal):
+        segments = await self._on_disk_thread(self._spool.seal)
+        if segments or not self._is_stopping.is_set():
+            await self._store.open()
+        for segment in segments:
             batches = await self._on_disk_thread(partial(self._spool.read, segment))
             await self._send(batches)
             await self._on_disk_thread(partial(self._spool.confirm, batches))
@@ -181,11 +195,15 @@ class AuditPipeline:
         self._next_insert_time = max(now, self._next_insert_time) + self._settings.min_insert_gap_seconds
 
     async def _report(self) -> None:
-        size_bytes, lag_seconds = await self._on_disk_thread(
-            lambda: (self._spool.size_bytes, self._spool.lag_seconds)
-        )
-        self._metrics.spool_bytes.set(size_bytes)
-        self._metrics.spool_lag.set(lag_seconds)
+        self._metrics.spool_bytes.set(await self._on_disk_thread(lambda: self._spool.size_bytes))
+        self._metrics.spool_lag.set(await self._on_disk_thread(lambda: self._spool.lag_seconds))
 
     async def _on_disk_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Return when the event is set or the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -15,6 +15,9 @@ class RowsRefused(Exception):
 class AuditStore(Protocol):
     """A table of audit records where a request_id occurs once."""
 
+    async def open(self) -> None:
+        """Connect and make the table, if that has not happened; raises StoreUnavailable."""
+
     async def insert(self, records: Sequence[AuditRecord], token: str) -> None:
         """Insert all records or none; they are durable when this returns.
 

@@ -22,7 +22,7 @@ from services.telemetry.audit_record import AuditRecord
 from services.telemetry.audit_store import RowsRefused
 
 TABLE: Final = "inference_requests_audit"
-DEFAULT_DATABASE: Final = "octavo"
+DEFAULT_DATABASE: Final = "default"
 
 _TABLES_FILE: Final = "tables.sql"
 _CONNECT_SECONDS: Final = 5
@@ -79,6 +79,15 @@ class ClickHouseStore:
         self._audit_ttl_days = audit_ttl_days
         self._client: Any = None  # clickhouse-connect's AsyncClient, whose methods are not typed.
         self._log = get_logger("clickhouse_store")
+
+    async def open(self) -> None:
+        """Connect and make the table, so that it can be read before the first row; see `AuditStore`."""
+        if self._client is None:
+            try:
+                self._client = await self._connect()
+            except (ClickHouseError, OSError) as error:
+                address = f"{self._url.hostname}:{self._url.port}"
+                raise StoreUnavailable(f"ClickHouse at {address} cannot be used: {error}") from error
 
     async def insert(self, records: Sequence[AuditRecord], token: str) -> None:
         """Insert records under a token; see `AuditStore`."""

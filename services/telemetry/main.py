@@ -10,7 +10,6 @@ import functools
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -43,21 +42,18 @@ def main(argv: Sequence[str]) -> None:
 async def _serve(config: TelemetryConfig, lifecycle: Lifecycle) -> None:
     log = get_logger("telemetry")
     metrics = TelemetryMetrics(CollectorRegistry())
-    pipeline = await asyncio.to_thread(_make_pipeline, config, metrics)
+    pipeline = _make_pipeline(config, metrics)
     server = make_server(config.listen_address, [telemetry_registration(pipeline)])
     metrics_server = serve_metrics(metrics.registry, config.metrics_port)
+    await server.start()
     async with asyncio.TaskGroup() as tasks:
-        flushing = tasks.create_task(pipeline.run())
-        await server.start()
+        tasks.create_task(pipeline.run())
         await server.set_serving(True)
         log.info("telemetry ready", address=server.address)
         await lifecycle.wait_for_shutdown()
         # First the way in, then the way out: what was acknowledged is flushed.
         await server.stop(_CALLS_GRACE_SECONDS)
-        flushing.cancel()
-        with suppress(asyncio.CancelledError):
-            await flushing
-    await pipeline.finish()
+        pipeline.stop()
     if metrics_server is not None:
         await asyncio.to_thread(metrics_server.shutdown)
     log.info("telemetry stopped")

@@ -9,7 +9,3 @@ It knows nothing of Octavo's tables. What it cannot do it refuses; it never does
 Results are not compressed and are complete before the first byte is sent. A ``query_id`` is a label that
 is sent back, not a handle to a running query.
 """
-
-from services.telemetry.embedded_clickhouse.process import main
-
-__all__ = ["main"]

@@ -5,13 +5,14 @@ Owns the meaning of URL parameters, headers and bodies. It must not know how the
 
 from __future__ import annotations
 
+import base64
 import hmac
 import json
 import uuid
 from collections.abc import Mapping
 from typing import Final
 
-from aiohttp import BasicAuth, MultipartReader, web
+from aiohttp import MultipartReader, web
 
 from libs.obs import get_logger
 from services.telemetry.embedded_clickhouse.bodies import decode_body
@@ -204,11 +205,14 @@ def _credentials(request: web.Request) -> tuple[str, str]:
         return header_user, request.headers.get("X-ClickHouse-Key", "")
     authorization = request.headers.get("Authorization")
     if authorization is not None:
+        scheme, _, credentials = authorization.partition(" ")
         try:
-            basic = BasicAuth.decode(authorization, encoding="utf-8")
+            user, _, password = base64.b64decode(credentials, validate=True).decode().partition(":")
         except ValueError as error:
-            raise ClickHouseError.of(AUTHENTICATION_FAILED, "Only Basic authorization is supported") from error
-        return basic.login, basic.password
+            raise ClickHouseError.of(AUTHENTICATION_FAILED, "The Authorization header cannot be read") from error
+        if scheme.lower() != "basic":
+            raise ClickHouseError.of(AUTHENTICATION_FAILED, "Only Basic authorization is supported")
+        return user, password
     return request.query.get("user", _USER), request.query.get("password", "")
 
 

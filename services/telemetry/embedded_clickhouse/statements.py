@@ -1,8 +1,8 @@
 """Where a statement ends and its data begins. Pure functions over bytes.
 
-The engine's own query call stops reading inline data at 256 KiB, so an INSERT is cut in two here: the
-statement goes to the parser, the data to the input format. This module reads tokens, not grammar: whether a
-statement is valid is the engine's business.
+The engine stops reading data that stands in a statement at 256 KiB, so an INSERT is cut here: the engine gets
+its statement and, apart from it, its data. This module reads tokens, not grammar: whether a statement is valid
+is the engine's business.
 """
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class InsertWithData:
-    """An INSERT whose rows follow it, in an input format."""
+    """An INSERT whose rows follow it, in an input format: ``target [settings] FORMAT input_format data``."""
 
-    statement: bytes
-    input_format: str
+    target: bytes
+    settings: bytes
+    input_format: bytes
     data: bytes
+
+    def reading_from(self, path: str) -> bytes:
+        """Return the statement that takes its rows from a file."""
+        parts = (self.target, b"FROM INFILE '" + path.encode() + b"'", self.settings, b"FORMAT", self.input_format)
+        return b" ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,7 @@ def parse_statement(text: bytes) -> Query | InsertWithData:
         insert = _find_data(text, tokens)
         if insert is not None:
             return insert
+        tokens = _tokens(text)
     result_format: str | None = None
     previous = first
     for token in tokens:
@@ -79,30 +86,39 @@ def parse_statement(text: bytes) -> Query | InsertWithData:
 
 def _find_data(text: bytes, tokens: Iterator[_Token]) -> InsertWithData | None:
     """Find where the rows of an INSERT begin; None when its rows come from a query or a file."""
-    depth = 0
     is_name_next = False
+    settings_start: int | None = None
+    for token in _outside_parentheses(tokens):
+        if is_name_next and token.word not in (b"TABLE", b"FUNCTION"):
+            is_name_next = False  # A table may be called like a keyword.
+        elif token.word in (b"INTO", b"."):
+            is_name_next = True
+        elif token.word == b"SETTINGS":
+            settings_start = token.start
+        elif token.word in _INSERT_FROM_QUERY or token.word == b";":
+            return None
+        elif token.word in (b"VALUES", b"FORMAT"):
+            target_end = token.start if settings_start is None else settings_start
+            target, settings = text[:target_end], text[target_end : token.start]
+            if token.word == b"VALUES":
+                return InsertWithData(target, settings, b"Values", text[token.end :])
+            name = next(tokens, None)
+            if name is None:
+                return None
+            input_format, data = text[name.start : name.end], text[_data_start(text, name.end) :]
+            return InsertWithData(target, settings, input_format, data)
+    return None
+
+
+def _outside_parentheses(tokens: Iterator[_Token]) -> Iterator[_Token]:
+    depth = 0
     for token in tokens:
         if token.word == b"(":
             depth += 1
         elif token.word == b")":
             depth -= 1
-        elif depth > 0:
-            continue
-        elif is_name_next and token.word not in (b"TABLE", b"FUNCTION"):
-            is_name_next = False  # A table may be called like a keyword.
-        elif token.word in (b"INTO", b"."):
-            is_name_next = True
-        elif token.word in _INSERT_FROM_QUERY or token.word == b";":
-            return None
-        elif token.word == b"VALUES":
-            return InsertWithData(text[: token.start], "Values", text[token.end :])
-        elif token.word == b"FORMAT":
-            name = next(tokens, None)
-            if name is None:
-                return None
-            input_format = text[name.start : name.end].decode("ascii", "replace")
-            return InsertWithData(text[: token.start], input_format, text[_data_start(text, name.end) :])
-    return None
+        elif depth == 0:
+            yield token
 
 
 def _data_start(text: bytes, offset: int) -> int:
