@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import grpc_tools
+from google.rpc import status_pb2
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROTOS = REPOSITORY / "protos"
@@ -29,16 +31,17 @@ def generate(target: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
         includes = Path(grpc_tools.__file__).parent / "_proto"
-        googleapis = Path(__import__("google.rpc.status_pb2", fromlist=["status_pb2"]).__file__)
-        subprocess.run(
-            [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", f"-I{includes}"]
-            + [f"-I{googleapis.parent.parent.parent}"]
-            + [f"--python_out={scratch}", f"--grpc_python_out={scratch}"]
-            + [f"--mypy_out={scratch}", f"--mypy_grpc_out={scratch}"]
-            + sources,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        googleapis = Path(str(status_pb2.__file__)).parent.parent.parent
+        command = [sys.executable, "-m", "grpc_tools.protoc"]
+        command += [f"-I{folder}" for folder in (PROTOS, includes, googleapis)]
+        command += [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        # protoc finds mypy's plugins by PATH, and this environment need not be an active one.
+        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        environ = {**os.environ, "PATH": search_path}
+        # stderr is shown only when it fails: the plugins tell each file that they write.
+        done = subprocess.run([*command, *sources], capture_output=True, text=True, env=environ, check=False)
+        if done.returncode != 0:
+            sys.exit(f"protoc failed:\n{done.stderr}")
         shutil.rmtree(target, ignore_errors=True)
         for path in sorted(Path(scratch).rglob("*")):
             if path.suffix not in (".py", ".pyi"):

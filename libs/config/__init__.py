@@ -4,6 +4,6 @@ Owns the order of the layers (defaults, ``octavo.toml``, environment, flags), th
 types and the refusal of unknown keys. It must not know any tier.
 """
 
-from libs.config.loader import ConfigError, flags_of, load, setting
+from libs.config.loader import ConfigError, load, setting
 
-__all__ = ["ConfigError", "flags_of", "load", "setting"]
+__all__ = ["ConfigError", "load", "setting"]

@@ -55,23 +55,6 @@ def load(
     return _convert(config_class, tier, values)
 
 
-def flags_of(config: Any) -> list[str]:
-    """Return the flags that recreate ``config`` where it differs from the defaults."""
-    flags: list[str] = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value == field.default:
-            continue
-        name = f"--{field.name.replace('_', '-')}"
-        if isinstance(value, tuple):
-            flags += [name, ",".join(map(str, value))]
-        elif isinstance(value, bool):
-            flags += [name, "true" if value else "false"]
-        elif value is not None:
-            flags += [name, str(value)]
-    return flags
-
-
 def _parser(config_class: type[Any], tier: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"octavo {tier}", description=(config_class.__doc__ or "").splitlines()[0], allow_abbrev=False

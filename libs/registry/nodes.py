@@ -1,4 +1,7 @@
-"""``gpu_cluster_nodes``: one Redis hash per node, alive as long as its lease."""
+"""``gpu_cluster_nodes``: one Redis hash per node, alive as long as its lease.
+
+The key ``gpu_cluster_nodes`` is the set of node ids, ``gpu_cluster_nodes:<node_id>`` the row of each.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from libs.kv import HashContract
 from libs.registry.client import RedisFields
 
 _PREFIX = "gpu_cluster_nodes"
-_SCAN_COUNT = 500
+# The set of all node ids: a poll must not scan a keyspace that also holds every cached prefix.
+_NODE_IDS = _PREFIX
 _MAX_NODES = 10_000
 
 
@@ -78,6 +82,7 @@ class NodeRegistry:
             async with self._redis.pipeline(transaction=True) as pipeline:
                 pipeline.hset(key, mapping=record.as_fields())
                 pipeline.pexpire(key, round(lease_seconds * 1000))
+                pipeline.sadd(_NODE_IDS, record.node_id)
                 await pipeline.execute()
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis cannot be reached: {error}.") from error
@@ -92,22 +97,22 @@ class NodeRegistry:
     async def list_nodes(self) -> list[NodeRecord]:
         """Return the nodes with a lease, by id; raises StoreUnavailable. A malformed row is left out."""
         try:
-            keys: list[str] = []
-            async for key in self._redis.scan_iter(f"{_PREFIX}:*", count=_SCAN_COUNT):
-                keys.append(key)
-                if len(keys) >= _MAX_NODES:
-                    break
+            node_ids = sorted(map(str, await self._redis.smembers(_NODE_IDS)))[:_MAX_NODES]
             async with self._redis.pipeline(transaction=False) as pipeline:
-                for key in keys:
-                    pipeline.hgetall(key)
-                rows = await pipeline.execute()
+                for node_id in node_ids:
+                    pipeline.hgetall(f"{_PREFIX}:{node_id}")
+                # A row of the wrong type is somebody else's; it must not hide the others.
+                rows = await pipeline.execute(raise_on_error=False)
+            expired = [node_id for node_id, row in zip(node_ids, rows, strict=True) if row == {}]
+            if expired:
+                await self._redis.srem(_NODE_IDS, *expired)
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis cannot be reached: {error}.") from error
         nodes: list[NodeRecord] = []
         for row in rows:
             try:
                 nodes.append(NodeRecord.from_fields(row))
-            except (KeyError, ValueError):
+            except (KeyError, ValueError, TypeError):
                 # A lease that ran out between the two calls, or a row that a stranger wrote.
                 continue
         return sorted(nodes, key=lambda node: node.node_id)

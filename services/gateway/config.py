@@ -36,7 +36,7 @@ class GatewayConfig:
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "TCP port to listen on; 0 takes a free one.")
     gateway_id: str = setting("gateway-0", "Name of this gateway; names its folder in data_dir and its audit rows.")
-    data_dir: str = setting("octavo-data", "Folder for the spool of accepted requests and the cache salt's secret.")
+    data_dir: str = setting(".octavo", "Folder for the spool of accepted requests and the cache salt's secret.")
     log_level: str = setting("info", "Least level of log events shown: debug, info, warning or error.")
 
     model: str = setting(
@@ -78,18 +78,28 @@ class GatewayConfig:
     engine_accept_timeout_seconds: float = setting(
         10.0, "Time for an engine to say that it has taken a request.", unit="seconds"
     )
-    directory_refresh_seconds: float = setting(2.0, "Time between two looks at which engines exist.", unit="seconds")
-    readiness_timeout_seconds: float = setting(1.0, "Time for an engine to answer a readiness check.", unit="seconds")
+    directory_refresh_seconds: float = setting(
+        2.0, "Time between two looks at which engines exist.", unit="seconds"
+    )
+    readiness_timeout_seconds: float = setting(
+        1.0, "Time for an engine to answer a readiness check.", unit="seconds"
+    )
 
     sse_heartbeat_seconds: float = setting(
         15.0, "Silence in a stream after which a comment keeps it alive.", unit="seconds"
     )
-    abort_settle_seconds: float = setting(2.0, "Time for an engine to confirm an abort with its counts.", unit="seconds")
+    abort_settle_seconds: float = setting(
+        2.0, "Time for an engine to confirm an abort with its counts.", unit="seconds"
+    )
     drain_timeout_seconds: float = setting(30.0, "Time for running requests to finish at shutdown.", unit="seconds")
 
-    audit_flush_seconds: float = setting(0.2, "Longest time that a record waits for its batch to fill.", unit="seconds")
+    audit_flush_seconds: float = setting(
+        0.2, "Longest time that a record waits for its batch to fill.", unit="seconds"
+    )
     audit_spool_max_bytes: int = setting(
-        64 * 1024 * 1024, "Bound of the spool on disk while telemetry is away; more is dropped and counted.", unit="bytes"
+        64 * 1024 * 1024,
+        "Bound of the spool on disk while telemetry is away; more is dropped and counted.",
+        unit="bytes",
     )
     audit_shutdown_seconds: float = setting(
         5.0, "Time to hand the last records over at shutdown; the rest stays in the spool.", unit="seconds"

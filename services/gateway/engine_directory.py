@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from libs.errors import OctavoError, StoreUnavailable
+from libs.kv import HashContract
 from libs.obs import get_logger
-from libs.registry import NodeRegistry
 from services.gateway.clients import EngineClient, RouterClient
 from services.gateway.peers import EngineState, EngineStatus
+
+if TYPE_CHECKING:
+    from libs.registry import NodeRegistry
 
 log = get_logger("engine_directory")
 
@@ -31,6 +35,7 @@ class EngineDirectory:
         self,
         *,
         model_name: str,
+        hash_contract: HashContract,
         configured_addresses: Sequence[str],
         registry: NodeRegistry | None,
         router: RouterClient | None,
@@ -38,6 +43,7 @@ class EngineDirectory:
         answer_timeout_seconds: float,
     ) -> None:
         self._model_name = model_name
+        self._hash_contract = hash_contract
         self._configured_addresses = frozenset(configured_addresses)
         self._registry = registry
         self._router = router
@@ -45,6 +51,7 @@ class EngineDirectory:
         self._answer_timeout_seconds = answer_timeout_seconds
         self._addresses_by_source: dict[str, frozenset[str]] = {"configuration": self._configured_addresses}
         self._silent_sources: set[str] = set()
+        self._mismatched_ids: set[str] = set()
         self._clients: dict[str, EngineClient] = {}
         self._engines: dict[str, EngineStatus] = {}
         self._max_model_len: int | None = None
@@ -52,13 +59,9 @@ class EngineDirectory:
 
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
-        """The engines of this model that answered last time, by id."""
-        return tuple(
-            sorted(
-                (engine for engine in self._engines.values() if engine.model_name == self._model_name),
-                key=lambda engine: engine.engine_id,
-            )
-        )
+        """The engines of this model that answered last time and hash prefixes as the gateway does, by id."""
+        engines = (engine for engine in self._engines.values() if self._is_ours(engine))
+        return tuple(sorted(engines, key=lambda engine: engine.engine_id))
 
     @property
     def max_model_len(self) -> int | None:
@@ -86,6 +89,7 @@ class EngineDirectory:
         for engine in await self._ask(addresses - engines.keys(), self._answer_timeout_seconds):
             engines[engine.address] = engine
         self._engines = engines
+        self._warn_of_mismatches()
         lengths = [engine.max_model_len for engine in self.engines if engine.max_model_len]
         self._max_model_len = min(lengths, default=self._max_model_len)
         for address in self._clients.keys() - addresses:
@@ -103,9 +107,24 @@ class EngineDirectory:
             if not self._known_addresses():
                 await self.refresh()
             answers = await self._ask(self._known_addresses()[:_MAX_READINESS_QUESTIONS], timeout_seconds)
-            return any(
-                engine.state is EngineState.READY and engine.model_name == self._model_name for engine in answers
+            return any(engine.state is EngineState.READY and self._is_ours(engine) for engine in answers)
+
+    def _is_ours(self, engine: EngineStatus) -> bool:
+        return engine.model_name == self._model_name and engine.hash_contract == self._hash_contract
+
+    def _warn_of_mismatches(self) -> None:
+        """Say once of each engine that it cannot be used because it hashes or tokenizes in another way."""
+        mismatched = {
+            engine.engine_id
+            for engine in self._engines.values()
+            if engine.model_name == self._model_name and engine.hash_contract != self._hash_contract
+        }
+        for engine_id in mismatched - self._mismatched_ids:
+            log.error(
+                "engine left out: its hash contract differs; give both the same model and block size",
+                engine_id=engine_id,
             )
+        self._mismatched_ids = mismatched
 
     def _known_addresses(self) -> list[str]:
         """Return all addresses, those of engines that were ready at the last look first."""

@@ -108,6 +108,7 @@ class EngineStreams:
 
         Raises:
             Overloaded: the stream carries as many requests as it may.
+            EngineLost: the engine has not yet ended an earlier try of the same request.
         """
         stream = self._streams.get(address)
         if stream is None:
@@ -116,7 +117,7 @@ class EngineStreams:
             self._tasks.create_task(self._run(stream))
         return stream.submit(submission, remaining_seconds)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Break all streams; what was open on them ends as lost."""
         for stream in list(self._streams.values()):
             stream.close()
@@ -148,6 +149,8 @@ class _EngineStream:
                 f"The gateway has {len(self._requests)} requests on this engine already; try again shortly.",
                 retry_after_seconds=1.0,
             )
+        if submission.request_id in self._requests:
+            raise EngineLost("The engine still holds an earlier try of the request.")
         request = EngineRequest(submission.request_id, self._send_abort)
         self._requests[submission.request_id] = request
         self._outbox.put_nowait((submission, remaining_seconds))
@@ -165,12 +168,14 @@ class _EngineStream:
 
     async def run(self) -> None:
         """Carry requests until the stream is lost or closed, and end what is open then."""
-        loss: OctavoError = EngineLost("The gateway closed its stream to the engine.")
+        loss: OctavoError = EngineLost("The engine that held the request was lost; send the request again.")
         try:
             async with GenerationClient(self.address) as client, client.open() as call:
                 await self._carry(call)
         except OctavoError as error:
-            loss = error if isinstance(error, UnavailableError) else EngineLost(error.message)
+            if isinstance(error, UnavailableError) and not isinstance(error, EngineLost):
+                # The engine's own word, as when it drains.
+                loss = error
             log.warning("engine stream lost", address=self.address, error=error.message)
         except Exception as error:
             loss = InternalError("The gateway could not read the engine's stream.")
@@ -183,7 +188,7 @@ class _EngineStream:
         receiving = asyncio.create_task(self._receive(call))
         sending = asyncio.create_task(self._send(call))
         closing = asyncio.create_task(self._closing.wait())
-        tasks = (receiving, sending, closing)
+        tasks: tuple[asyncio.Task[object], ...] = (receiving, sending, closing)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -233,7 +238,9 @@ class _EngineStream:
             log.warning("engine started an unknown request", address=self.address, request_id=request_id)
             return
         if len(handles) != 1:
-            request.on_step([], GenerationFailed(InternalError("The engine started a wrong number of choices."), None))
+            request.on_step(
+                [], GenerationFailed(InternalError("The engine started a wrong number of choices."), None)
+            )
             self._requests.pop(request_id)
             return
         self._by_handle[handles[0]] = request

@@ -35,7 +35,9 @@ class RouterSilent(Exception):
 class Place:
     """An engine chosen for one request. It is held until it is released."""
 
-    def __init__(self, choice: EngineChoice, on_started: Callable[[], None], on_released: Callable[[], None]) -> None:
+    def __init__(
+        self, choice: EngineChoice, on_started: Callable[[], None], on_released: Callable[[], None]
+    ) -> None:
         self.choice = choice
         self._on_started = on_started
         self._on_released = on_released
@@ -110,7 +112,8 @@ class Placements:
         ]
         if not candidates:
             raise NoEngineAvailable(
-                "No engine is ready to take the request; try again shortly.", retry_after_seconds=_RETRY_AFTER_SECONDS
+                "No engine is ready to take the request; try again shortly.",
+                retry_after_seconds=_RETRY_AFTER_SECONDS,
             )
         fewest = min(self._num_placed[engine.address] for engine in candidates)
         engine = self._random.choice(
@@ -144,20 +147,20 @@ class RouterPlacements:
 
     async def run(self) -> None:
         """Keep a stream open until cancelled."""
+        loop = asyncio.get_running_loop()
         backoff_seconds = _MIN_BACKOFF_SECONDS
-        self._silent_since = asyncio.get_running_loop().time()
-        is_warned = False
+        self._silent_since = loop.time()
         while True:
+            start_time = loop.time()
             try:
                 async with RouterClient(self._address) as client:
                     await client.check_alive(self._timeout_seconds)
-                    log.info("router connected", address=self._address)
-                    backoff_seconds, is_warned = _MIN_BACKOFF_SECONDS, False
                     await self._serve(client)
             except OctavoError as error:
-                if not is_warned:
+                if backoff_seconds == _MIN_BACKOFF_SECONDS:
                     log.warning("router does not answer", address=self._address, error=error.message)
-                is_warned = True
+            if loop.time() - start_time > _MAX_BACKOFF_SECONDS:
+                backoff_seconds = _MIN_BACKOFF_SECONDS
             await asyncio.sleep(backoff_seconds)
             backoff_seconds = min(2 * backoff_seconds, _MAX_BACKOFF_SECONDS)
 

@@ -26,7 +26,7 @@ from services.gateway.generation import (
 )
 from services.gateway.peers import EngineChoice, EngineState, EngineStatus, PlacementAsk
 
-_NANOS_PER_SECOND = 1_000_000_000
+_MICROS_PER_SECOND = 1_000_000
 
 _FINISH_REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -232,5 +232,6 @@ def _encode_record(record: AuditRecord) -> telemetry_pb2.RequestRecord:
 
 
 def _timestamp(unix_seconds: float) -> Timestamp:
-    nanos = round(unix_seconds * _NANOS_PER_SECOND)
-    return Timestamp(seconds=nanos // _NANOS_PER_SECOND, nanos=nanos % _NANOS_PER_SECOND)
+    # A float of today's date is good for microseconds; more digits would be noise.
+    micros = round(unix_seconds * _MICROS_PER_SECOND)
+    return Timestamp(seconds=micros // _MICROS_PER_SECOND, nanos=micros % _MICROS_PER_SECOND * 1_000)

@@ -41,13 +41,14 @@ class UpConfig:
     clickhouse_url: str | None = setting(None, "ClickHouse to use instead of the embedded one.")
     set: tuple[str, ...] = setting(
         (),
-        "tier.field=value, passed to every process of that tier; the flag can be repeated. "
+        "tier.field=value, passed to every process of that tier; the flag can be repeated (in the environment, "
+        "commas separate). "
         f"Tiers: {', '.join(TIERS)}.",
     )
     background_nice: int = setting(
         10,
-        # The measurement behind the default is in docs/decisions: a worker's thread pool spins for microseconds and
-        # then sleeps; it loses 1.6x when the other processes want its core, nothing when they are nicer.
+        # A worker's threads lost 1.6x when processes of their own priority wanted their cores, and nothing when
+        # those were nicer: docs/decisions/0006.
         "Niceness added to every process but the workers, so that a forward pass keeps its cores.",
     )
     ready_timeout_seconds: float = setting(
@@ -69,7 +70,8 @@ class UpConfig:
             raise ValueError(f"engines must be between 1 and {_MAX_ENGINES}, not {self.engines}.")
         if not 0 <= self.background_nice <= 19:
             raise ValueError(f"background_nice must be between 0 and 19, not {self.background_nice}.")
-        if min(self.ready_timeout_seconds, self.drain_timeout_seconds) <= 0:
+        if not (self.ready_timeout_seconds > 0 and self.drain_timeout_seconds > 0):
+            # Written so that NaN fails, too.
             raise ValueError("ready_timeout_seconds and drain_timeout_seconds must be greater than 0.")
         if self.max_restarts_per_minute < 1:
             raise ValueError(f"max_restarts_per_minute must be at least 1, not {self.max_restarts_per_minute}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ _RUN_FILE = "run.json"
 _PARTS = ("logs", "valkey", "clickhouse", "telemetry")
 # sockaddr_un holds 108 bytes; the longest name that we append is below 30.
 _MAX_SOCKET_DIR_BYTES = 75
+_SOCKET_DIR_PREFIX = "octavo-"
 _LOCK_POLL_SECONDS = 0.1
 
 
@@ -83,7 +85,7 @@ def open_data_dir(path: Path, *, wait_seconds: float = 20.0) -> Iterator[DataDir
         raise UpFailed(f"The data folder {path} cannot be used: {error}.") from error
     try:
         _lock(path, lock_fd, wait_seconds)
-        (path / _RUN_FILE).unlink(missing_ok=True)
+        _remove_leftovers(path)
         try:
             yield DataDir(path, lock_fd)
         finally:
@@ -114,6 +116,20 @@ def _lock(path: Path, lock_fd: int, wait_seconds: float) -> None:
             return
 
 
+def _remove_leftovers(path: Path) -> None:
+    """Remove what a supervisor that was killed could not: its run.json and its folder of sockets."""
+    try:
+        socket_dir = Path(json.loads((path / _RUN_FILE).read_text())["socket_dir"])
+        if socket_dir.name.startswith(_SOCKET_DIR_PREFIX) and all(
+            entry.is_socket() for entry in socket_dir.iterdir()
+        ):
+            shutil.rmtree(socket_dir, ignore_errors=True)
+    except (OSError, ValueError, KeyError, TypeError):
+        # There is none, or it is not of our making.
+        pass
+    (path / _RUN_FILE).unlink(missing_ok=True)
+
+
 def _owner_of(path: Path) -> int | None:
     """Return the supervisor that run.json names; None where there is none yet or any more."""
     try:
@@ -139,7 +155,7 @@ def private_socket_dir() -> Iterator[Path]:
     It is not part of the data folder, because the path of a socket must be short.
     """
     parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > _MAX_SOCKET_DIR_BYTES - len("/octavo-12345678"):
+    if len(os.fsencode(parent)) > _MAX_SOCKET_DIR_BYTES - len(f"/{_SOCKET_DIR_PREFIX}12345678"):
         parent = "/tmp"
-    with tempfile.TemporaryDirectory(prefix="octavo-", dir=parent, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=_SOCKET_DIR_PREFIX, dir=parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)

@@ -39,9 +39,7 @@ class LineWriter:
         """Queue one line without its end; drop and count it when too many wait."""
         try:
             if self._num_dropped:
-                self._lines.put_nowait(
-                    f"[up] {self._num_dropped} lines were not shown: this output is slow.".encode()
-                )
+                self._lines.put_nowait(self._note())
                 self._num_dropped = 0
             self._lines.put_nowait(line)
         except queue.Full:
@@ -50,10 +48,15 @@ class LineWriter:
     def close(self) -> None:
         """Write what waits, for as long as the other end reads."""
         try:
+            if self._num_dropped:
+                self._lines.put(self._note(), timeout=_CLOSE_TIMEOUT_SECONDS)
             self._lines.put(None, timeout=_CLOSE_TIMEOUT_SECONDS)
         except queue.Full:
             return
         self._thread.join(_CLOSE_TIMEOUT_SECONDS)
+
+    def _note(self) -> bytes:
+        return f"[up] {self._num_dropped} lines were not shown: this output is slow.".encode()
 
     def _write_lines(self) -> None:
         while (line := self._lines.get()) is not None:

@@ -68,7 +68,7 @@ class WorkerConfig:
         "Share of the memory that is free after loading the weights that the KV cache takes when no size is given.",
     )
     kv_cache_memory_limit: str = setting(
-        "2GiB", "Most that the KV cache takes when no size is given, so that a laptop stays usable.", unit="size"
+        "1GiB", "Most that the KV cache takes when no size is given, so that a laptop stays usable.", unit="size"
     )
     log_level: str = setting("info", "Least level of log events shown: debug, info, warning or error.")
     metrics_port: int = setting(0, "Port of /metrics; 0 serves none.", unit="port")

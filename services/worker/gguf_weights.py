@@ -7,12 +7,14 @@ must not know how a model computes.
 from __future__ import annotations
 
 import re
+import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
@@ -44,8 +46,8 @@ class GgufWeights:
 
     def __init__(self, path: Path) -> None:
         try:
-            reader = GGUFReader(path)
-        except (OSError, ValueError) as error:
+            reader = _TensorReader(path)
+        except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
             raise ModelLoadFailed(f"{path} cannot be read as GGUF: {error}.") from error
         self._tensors = {_canonical_name(tensor.name): tensor for tensor in reader.tensors}
         factors = self._tensors.pop(_ROPE_FACTORS, None)
@@ -53,7 +55,7 @@ class GgufWeights:
             path,
             _Metadata(reader, path),
             scaling=None if factors is None else FrequencyFactors(tuple(map(float, _values(factors)))),
-            has_tied_embeddings="lm_head.weight" not in self._tensors,
+            tensor_names=self._tensors.keys(),
         )
         self.sizes_bytes = {name: int(tensor.n_bytes) for name, tensor in self._tensors.items()}
 
@@ -65,6 +67,20 @@ class GgufWeights:
         elif name.endswith("k_proj.weight"):
             values = _half_rotated(values, self.config.num_kv_heads)
         return torch.from_numpy(values)
+
+
+class _TensorReader(GGUFReader):
+    """The package's reader without the strings of arrays: they take 1.6 s and are the tokenizer's, not ours."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:  # Any: a tuple of the package's own parts.
+        if raw_type != GGUFValueType.ARRAY or int(self._get(orig_offs, np.uint32)[0]) != GGUFValueType.STRING:
+            return super()._get_field_parts(orig_offs, raw_type)
+        data: memoryview = memoryview(self.data)  # type: ignore[arg-type]  # An array is a buffer.
+        (num_strings,) = struct.unpack_from("<Q", data, orig_offs + 4)
+        offset = orig_offs + 12
+        for _ in range(num_strings):
+            offset += 8 + struct.unpack_from("<Q", data, offset)[0]
+        return offset - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
 
 
 class _Metadata:
@@ -86,13 +102,16 @@ class _Metadata:
 
 
 def _model_config(
-    path: Path, metadata: _Metadata, *, scaling: RopeScaling | None, has_tied_embeddings: bool
+    path: Path, metadata: _Metadata, *, scaling: RopeScaling | None, tensor_names: Collection[str]
 ) -> ModelConfig:
     architecture = metadata.required("general.architecture")
     if architecture != "llama":
         raise ModelLoadFailed(f"{path} holds the architecture {architecture!r}; only llama is served.")
     _refuse_variants(path, metadata)
-    hidden_size, num_heads = metadata.required("llama.embedding_length"), metadata.required("llama.attention.head_count")
+    hidden_size, num_heads = (
+        metadata.required("llama.embedding_length"),
+        metadata.required("llama.attention.head_count"),
+    )
     head_dim = metadata.optional("llama.attention.key_length") or hidden_size // num_heads
     if (metadata.optional("llama.rope.dimension_count") or head_dim) != head_dim:
         raise ModelLoadFailed(f"{path} rotates a part of each head only, which is not served.")
@@ -104,13 +123,12 @@ def _model_config(
         num_kv_heads=metadata.optional("llama.attention.head_count_kv") or num_heads,
         head_dim=head_dim,
         intermediate_size=metadata.required("llama.feed_forward_length"),
-        vocab_size=metadata.optional("llama.vocab_size") or len(metadata.required("tokenizer.ggml.tokens")),
+        vocab_size=metadata.required("llama.vocab_size"),
         rope_theta=float(metadata.optional("llama.rope.freq_base") or 10_000.0),
         rope_scaling=scaling,
         rms_norm_eps=metadata.required("llama.attention.layer_norm_rms_epsilon"),
-        has_tied_embeddings=has_tied_embeddings,
+        has_tied_embeddings="lm_head.weight" not in tensor_names,
         max_position=metadata.required("llama.context_length"),
-        eos_token_ids=_eos_token_ids(metadata),
     )
 
 
@@ -122,12 +140,6 @@ def _refuse_variants(path: Path, metadata: _Metadata) -> None:
     scaling = metadata.optional("llama.rope.scaling.type")
     if scaling not in (None, "none", ""):
         raise ModelLoadFailed(f"{path} asks for rotary scaling of type {scaling!r}, which is not served.")
-
-
-def _eos_token_ids(metadata: _Metadata) -> tuple[int, ...]:
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    ids = (metadata.optional(key) for key in keys)
-    return tuple(dict.fromkeys(int(token_id) for token_id in ids if token_id is not None))
 
 
 def _canonical_name(name: str) -> str:
@@ -142,7 +154,9 @@ def _values(tensor: Any) -> NDArray[np.float32]:  # Any: gguf ships no type info
     try:
         values: NDArray[np.float32] = dequantize(tensor.data, kind)
     except NotImplementedError as error:
-        raise ModelLoadFailed(f"The tensor {tensor.name} has the format {kind.name}, which is not served.") from error
+        raise ModelLoadFailed(
+            f"The tensor {tensor.name} has the format {kind.name}, which is not served."
+        ) from error
     # A copy where dequantizing gave a view of the file: the file may not be written, torch wants memory that may.
     return np.array(values, dtype=np.float32, copy=None if values.flags.writeable else True)
 

@@ -3,12 +3,15 @@
 Owns measuring memory, the number of blocks and the layout. It must not know which block belongs to whom: the
 engine does.
 
-The memory is written once at allocation, so that the process's resident size counts the whole cache from then
-on. Memory that is only promised would look free to the next worker on this machine, which would promise it again.
+The memory is written once at allocation, so that the process's resident size counts the whole cache from then on
+(about 0.5 s per GiB). Memory that is only promised would look free to the next worker on this machine, which
+would promise it again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +21,6 @@ from torch import Tensor
 
 from libs.errors import ModelLoadFailed
 from services.worker.weights import ModelConfig
-
-# Left free for activations, logits and the rest of the process beside an explicit size.
-_HEADROOM_BYTES = 128 * 2**20
 
 _CGROUP_LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
@@ -75,11 +75,15 @@ class KVCache:
         self.plan = plan
         self.null_block_id = plan.num_blocks
         # Keys and values of one block of one layer are adjacent, so that a block is gathered as one piece.
-        shape = (plan.num_blocks + 1, plan.block_size, 2, config.num_kv_heads, config.head_dim)
-        try:
-            self.layers = [torch.empty(shape, dtype=dtype).zero_() for _ in range(config.num_layers)]
-        except RuntimeError as error:
-            raise ModelLoadFailed(f"Allocating {plan.size_bytes} bytes for the KV cache failed: {error}.") from error
+        shape = (
+            config.num_layers,
+            plan.num_blocks + 1,
+            plan.block_size,
+            2,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        self.layers = _allocate(plan.size_bytes).view(dtype).view(shape).unbind(0)
 
     def clear_slots(self, slots: Tensor) -> None:
         """Zero the slots ``[num_slots]`` that a failed sequence has written, so that the cache stays finite."""
@@ -88,24 +92,29 @@ class KVCache:
 
 
 def plan_kv_cache(
-    config: ModelConfig, *, block_size: int, dtype: torch.dtype, budget: CacheBudget, memory: MemoryState
+    config: ModelConfig,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    budget: CacheBudget,
+    memory: MemoryState,
+    reserved_bytes: int,
 ) -> KVCachePlan:
-    """Decide the number of blocks from what is allowed and what there is.
+    """Decide the number of blocks from what is allowed, what there is and what steps need beside the cache.
 
     Raises:
         ModelLoadFailed: when more is asked for than there is, or when not even one block fits.
     """
-    bytes_per_block = (
-        config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
-    )
+    bytes_per_block = config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    free_bytes = max(0, memory.available_bytes - reserved_bytes)
     if budget.requested_bytes is None:
-        size_bytes = min(int(memory.available_bytes * budget.fraction), budget.limit_bytes)
+        size_bytes = min(int(free_bytes * budget.fraction), budget.limit_bytes)
     else:
         size_bytes = budget.requested_bytes
-        if size_bytes + _HEADROOM_BYTES > memory.available_bytes:
+        if size_bytes > free_bytes:
             raise ModelLoadFailed(
-                f"The KV cache was asked to take {size_bytes} bytes, but only {memory.available_bytes} bytes of "
-                f"memory are available, of which {_HEADROOM_BYTES} must stay free; give it less with "
+                f"The KV cache was asked to take {size_bytes} bytes, but of {memory.available_bytes} bytes of "
+                f"available memory only {free_bytes} are left beside what a step needs; give it less with "
                 "--kv-cache-memory."
             )
     num_blocks = size_bytes // bytes_per_block - 1
@@ -128,6 +137,19 @@ def measure_memory() -> MemoryState:
             free = max(0, limit - usage + _reclaimable_bytes(statistics_file))
             available_bytes = min(available_bytes, free)
     return MemoryState(total_bytes, available_bytes)
+
+
+def _allocate(size_bytes: int) -> Tensor:
+    """Return zeroed memory that is there, in huge pages where the system has them."""
+    try:
+        memory = mmap.mmap(-1, size_bytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ModelLoadFailed(f"Allocating {size_bytes} bytes for the KV cache failed: {error}.") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Blocks are read in random order: with small pages each costs a walk through the page table.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 def _read_bytes(path: str) -> int | None:

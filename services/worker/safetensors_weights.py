@@ -19,13 +19,13 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 
 class SafetensorsWeights:
-    """A ``WeightSource`` over a folder."""
+    """A ``WeightSource`` over a folder. Open files are Any here: safetensors ships no types for them."""
 
     def __init__(self, folder: Path) -> None:
         self.config = _model_config(folder)
         try:
-            files = {path: safe_open(path, framework="pt") for path in _weight_files(folder)}
-            self._file_of = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+            files: list[Any] = [safe_open(path, framework="pt") for path in _weight_files(folder)]
+            self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
             self.sizes_bytes = {name: _size_bytes(file, name) for name, file in self._file_of.items()}
         except (SafetensorError, OSError) as error:
             raise ModelLoadFailed(f"The safetensors files in {folder} cannot be read: {error}.") from error
@@ -54,7 +54,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _size_bytes(file: Any, name: str) -> int:  # Any: safetensors ships no type for an open file.
+def _size_bytes(file: Any, name: str) -> int:
     bits = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
     tensor = file.get_slice(name)
     num_values = 1
@@ -84,7 +84,6 @@ def _model_config(folder: Path) -> ModelConfig:
             rms_norm_eps=values["rms_norm_eps"],
             has_tied_embeddings=values.get("tie_word_embeddings", False),
             max_position=values["max_position_embeddings"],
-            eos_token_ids=_eos_token_ids(folder, values),
         )
     except KeyError as error:
         raise ModelLoadFailed(f"{path} does not say {error.args[0]}.") from error
@@ -123,16 +122,6 @@ def _rope_scaling(values: dict[str, Any], path: Path) -> RopeScaling | None:
             )
         case _:
             raise ModelLoadFailed(f"{path} asks for rotary scaling of type {kind!r}; only llama3 is served.")
-
-
-def _eos_token_ids(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    if generation.exists():
-        values = {**values, **_read_json(generation)}
-    ids = values.get("eos_token_id")
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

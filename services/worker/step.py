@@ -56,7 +56,9 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        _require(0.0 <= self.temperature < math.inf, "temperature", "a finite number of at least 0", self.temperature)
+        _require(
+            0.0 <= self.temperature < math.inf, "temperature", "a finite number of at least 0", self.temperature
+        )
         if self.top_p is not None:
             _require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
         if self.top_k is not None:
@@ -127,6 +129,20 @@ class FailedSequence:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens:
+    """What a forward pass led to: one token for each of ``slots``, and the sequences that failed in it."""
+
+    slots: IntArray
+    token_ids: IntArray
+    failed_sequences: tuple[FailedSequence, ...]
+
+    @classmethod
+    def none(cls) -> SampledTokens:
+        """Return the result of computing nothing."""
+        return cls(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), ())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What a step sampled: ``slots[i]`` got ``num_tokens[i]`` of ``token_ids``, in order."""
 
@@ -137,6 +153,27 @@ class StepResult:
     failed_sequences: tuple[FailedSequence, ...]
     num_computed_tokens: int
     duration_seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        step: StepInput,
+        sampled: SampledTokens,
+        refused: tuple[FailedSequence, ...],
+        *,
+        num_computed_tokens: int,
+        duration_seconds: float,
+    ) -> StepResult:
+        """Put a step's result together; a sequence gets one token at most."""
+        return cls(
+            step_id=step.step_id,
+            slots=sampled.slots,
+            num_tokens=np.ones(len(sampled.slots), dtype=np.int64),
+            token_ids=sampled.token_ids,
+            failed_sequences=(*refused, *sampled.failed_sequences),
+            num_computed_tokens=num_computed_tokens,
+            duration_seconds=duration_seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +190,9 @@ class LoadRequest:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(self.max_model_len is None or self.max_model_len >= 1, "max_model_len", "at least 1", self.max_model_len)
+        _require(
+            self.max_model_len is None or self.max_model_len >= 1, "max_model_len", "at least 1", self.max_model_len
+        )
         _require(
             self.tensor_parallel_size == 1 and self.rank == 0,
             "tensor_parallel_size",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -59,15 +58,12 @@ class ModelConfig:
     rms_norm_eps: float
     has_tied_embeddings: bool
     max_position: int
-    eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if self.architecture != LLAMA:
             raise ModelLoadFailed(f"The architecture {self.architecture!r} is not served; only {LLAMA} is.")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ModelLoadFailed(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
-            )
+            raise ModelLoadFailed(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly.")
         if self.head_dim % 2:
             raise ModelLoadFailed(f"A head of {self.head_dim} values cannot be rotated in pairs.")
 
@@ -100,6 +96,7 @@ class WeightReader:
         self._sizes_bytes = source.sizes_bytes
         self._unread = set(self._sizes_bytes)
         self._loaded_bytes = 0
+        self.kept_bytes = 0  # of all tensors read, in the model's dtype
 
     @property
     def total_bytes(self) -> int:
@@ -122,7 +119,9 @@ class WeightReader:
         self._unread.discard(name)
         self._loaded_bytes += self._sizes_bytes[name]
         self._on_bytes(self._loaded_bytes, self.total_bytes)
-        return tensor.to(self._dtype)
+        tensor = tensor.to(self._dtype)
+        self.kept_bytes += tensor.nbytes
+        return tensor
 
     def skip(self, name: str) -> None:
         """Leave out a tensor that the model knows and does not need."""
@@ -138,20 +137,3 @@ class WeightReader:
                 f"The weights have {len(unknown)} tensors that {self._source.config.architecture} does not use "
                 f"here, for example {unknown[0]}; this variant of the model is not served."
             )
-
-
-def open_weights(path: Path) -> WeightSource:
-    """Open a GGUF file or a folder with ``config.json`` and safetensors files.
-
-    Raises:
-        ModelLoadFailed: when the path holds neither, or a model that is not served.
-    """
-    # The formats know this module's types, so it can name them only here.
-    from services.worker.gguf_weights import GgufWeights
-    from services.worker.safetensors_weights import SafetensorsWeights
-
-    if path.is_dir():
-        return SafetensorsWeights(path)
-    if path.suffix == ".gguf" and path.is_file():
-        return GgufWeights(path)
-    raise ModelLoadFailed(f"{path} is neither a folder with config.json and safetensors files nor a .gguf file.")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from pathlib import Path
@@ -29,10 +28,7 @@ def main() -> None:
     async def serve(lifecycle: Lifecycle) -> None:
         if behaviour == "fail-to-load":
             raise ModelLoadFailed("The fake has no weights.")
-        if behaviour == "crash-when-asked":
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, os._exit, 7)
         if behaviour == "ignore-sigterm":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if "listen-address" in flags:

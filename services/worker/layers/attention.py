@@ -24,7 +24,7 @@ IntArray = NDArray[np.int64]
 MAX_TILE_QUERIES = 128
 
 # KV slots gathered for a group at most: bounds the scratch memory and keeps it in the processor's cache.
-MAX_GROUP_SLOTS = 16_384
+MAX_GROUP_SLOTS = 8_192
 
 # Cost of a tile in arbitrary units, fitted to measurements: reading a context costs as much as four queries on it,
 # and calling a group's operators as much as 700 slots of one query.
@@ -163,7 +163,9 @@ def _group_tiles(tiles: _Tiles, block_size: int) -> list[IntArray]:
     this adds costs more than a group of its own.
     """
     order = np.lexsort((tiles.context_lens, tiles.num_queries))
-    shapes = zip(tiles.num_queries[order].tolist(), (-(-tiles.context_lens[order] // block_size)).tolist(), strict=True)
+    shapes = zip(
+        tiles.num_queries[order].tolist(), (-(-tiles.context_lens[order] // block_size)).tolist(), strict=True
+    )
     groups: list[IntArray] = []
     first, own_cost, max_queries, max_blocks = 0, 0, 0, 0
     for index, (num_queries, num_blocks) in enumerate(shapes):

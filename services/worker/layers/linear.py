@@ -32,6 +32,7 @@ class PlainLinear:
         self._weight = weight  # [num_outputs, num_inputs]
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Map the rows of ``x``."""
         return F.linear(x, self._weight)
 
 
@@ -42,6 +43,10 @@ class PackedLinear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Map the rows of ``x``."""
+        if len(x) == 1 and x.dtype == torch.float32:
+            # A single row is summed in another order; beside a copy of itself it is not.
+            return self(x.expand(2, -1).contiguous())[:1]
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
         return product
 
@@ -55,4 +60,5 @@ def make_linear(weight: Tensor) -> Linear:
 
 def _can_pack() -> bool:
     # The operators belong to torch's own compiler and are absent from builds without oneDNN.
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    is_available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return is_available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

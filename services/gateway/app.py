@@ -1,0 +1,190 @@
+"""The HTTP application: routes, who may use them, and errors in OpenAI's shape on all of them.
+
+Owns what every route has in common. It must not know how a completion is made.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
+from prometheus_client import CollectorRegistry
+
+from libs.errors import (
+    InvalidRequest,
+    MethodNotAllowed,
+    NoEngineAvailable,
+    OctavoError,
+    PayloadTooLarge,
+    RouteNotFound,
+)
+from libs.obs import get_logger
+from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
+from services.gateway.admission import Admission, draining_error
+from services.gateway.completions import Caller, ChatCompletions
+from services.gateway.engine_directory import EngineDirectory
+from services.gateway.http_errors import error_response, internal_error
+from services.gateway.identity import Authenticator
+from services.gateway.openai_answers import model_object
+from services.gateway.openai_schema import ModelFacts, check_model_name
+
+log = get_logger("app")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_CALLER: Final = web.RequestKey("caller", Caller)
+_REQUEST_ID: Final = web.RequestKey("request_id", str)
+_OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/metrics"})
+# What may stand in a header and in a log line: visible ASCII, of bounded length.
+_CLIENT_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_CLIENT_HEADER, _OUR_HEADER = "X-Request-Id", "X-Octavo-Request-Id"
+_ENGINE_SCRAPE_TIMEOUT_SECONDS: Final = 0.5
+_NOT_READY_RETRY_SECONDS: Final = 2.0
+_METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes are made of."""
+
+    completions: ChatCompletions
+    authenticator: Authenticator
+    admission: Admission
+    directory: EngineDirectory
+    metrics: GatewayMetrics
+    model: ModelFacts
+    max_model_len: Callable[[], int]
+    start_time: int
+    readiness_timeout_seconds: float
+
+
+def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
+    """Build the application."""
+    routes = _Routes(parts)
+    app = web.Application(
+        client_max_size=max_body_bytes,
+        middlewares=[_errors_in_openai_shape, _authenticate(parts.authenticator)],
+    )
+    app.on_response_prepare.append(_add_request_ids)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", routes.chat_completions),
+            web.get("/v1/models", routes.list_models),
+            web.get("/v1/models/{model_id:.+}", routes.get_model),
+            web.get("/livez", routes.livez),
+            web.get("/readyz", routes.readyz),
+            web.get("/metrics", routes.metrics),
+        ]
+    )
+    return app
+
+
+class _Routes:
+    """The handlers of all routes."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._parts.completions.post(request, request[_CALLER])
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def get_model(self, request: web.Request) -> web.Response:
+        check_model_name(request.match_info["model_id"], self._parts.model)
+        return _json(self._model())
+
+    async def livez(self, request: web.Request) -> web.Response:
+        """Answer as long as the event loop runs; a supervisor restarts the process when it does not."""
+        return _json({"status": "alive"})
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        """Answer well while requests can be served; a balancer sends none when they cannot."""
+        if self._parts.admission.is_draining:
+            raise draining_error()
+        if not await self._parts.directory.has_ready_engine(self._parts.readiness_timeout_seconds):
+            raise NoEngineAvailable("No engine is ready.", retry_after_seconds=_NOT_READY_RETRY_SECONDS)
+        return _json({"status": "ready"})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Show the gateway's own metrics and what engines say of themselves now."""
+        engines = ScrapedEngineMetrics(CollectorRegistry())
+        for engine in await self._parts.directory.ask_all(_ENGINE_SCRAPE_TIMEOUT_SECONDS):
+            engines.observe(
+                engine.engine_id,
+                num_running_requests=engine.num_running_requests,
+                num_waiting_requests=engine.num_waiting_requests,
+                num_blocks_used=engine.num_blocks_used,
+                num_blocks=engine.num_blocks,
+            )
+        body = render(self._parts.metrics.registry) + render(engines.registry)
+        return web.Response(body=body, headers={hdrs.CONTENT_TYPE: _METRICS_CONTENT_TYPE})
+
+    def _model(self) -> dict[str, Any]:
+        return model_object(
+            name=self._parts.model.name,
+            created=self._parts.start_time,
+            max_model_len=self._parts.max_model_len(),
+        )
+
+
+@web.middleware
+async def _errors_in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every error into OpenAI's body with its status."""
+    request[_REQUEST_ID] = str(uuid.uuid4())
+    try:
+        return await handler(request)
+    except OctavoError as error:
+        return error_response(error)
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        response = error_response(
+            MethodNotAllowed(f"{request.method} is not allowed on {request.path[:128]!r}; use {allowed}.")
+        )
+        response.headers[hdrs.ALLOW] = allowed
+        return response
+    except web.HTTPNotFound:
+        return error_response(RouteNotFound(f"There is no route {request.method} {request.path[:128]!r}."))
+    except web.HTTPRequestEntityTooLarge:
+        return error_response(PayloadTooLarge("The body is larger than this server's limit."))
+    except web.HTTPException as error:
+        return error_response(InvalidRequest(f"The request cannot be served: {error.reason}."))
+    except Exception:
+        log.exception("route failed", path=request.path[:128], request_id=request[_REQUEST_ID])
+        return error_response(internal_error(request[_REQUEST_ID]))
+
+
+def _authenticate(authenticator: Authenticator) -> Middleware:
+    @web.middleware
+    async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Ask for a key on every route but the probes, also on those that do not exist."""
+        if request.path not in _OPEN_PATHS:
+            tenant = authenticator.authenticate(request.headers.get(hdrs.AUTHORIZATION))
+            request[_CALLER] = Caller(tenant, request[_REQUEST_ID], _client_request_id(request))
+        return await handler(request)
+
+    return authenticate
+
+
+async def _add_request_ids(request: web.Request, response: web.StreamResponse) -> None:
+    request_id = request.get(_REQUEST_ID) or str(uuid.uuid4())
+    response.headers[hdrs.SERVER] = "octavo"
+    response.headers[_OUR_HEADER] = request_id
+    response.headers[_CLIENT_HEADER] = _client_request_id(request) or request_id
+
+
+def _client_request_id(request: web.Request) -> str | None:
+    """Return the id that the client chose; one that could not be echoed safely counts as none."""
+    value = request.headers.get(_CLIENT_HEADER, "")
+    return value if _CLIENT_REQUEST_ID.fullmatch(value) else None
+
+
+def _json(value: dict[str, Any]) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json")

@@ -1,0 +1,273 @@
+"""The gateway process: ``octavo gateway``. Builds the parts, serves, drains, hands over the last records."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from libs.config import load
+from libs.errors import InternalError
+from libs.kv import HashContract
+from libs.lifecycle import Lifecycle, run
+from libs.obs import configure_logging, get_logger
+from libs.obs.metrics import GatewayMetrics
+from libs.text import default_served_model_name, load_model_text, resolve_model_path
+from services.gateway.accepted_spool import AcceptedSpool
+from services.gateway.accounting import Ledger
+from services.gateway.admission import Admission, draining_error
+from services.gateway.answers import AnswerSettings
+from services.gateway.app import Parts, make_app
+from services.gateway.audit import Audit, AuditSettings, AuditTrail, NoAudit
+from services.gateway.clients import RouterClient, TelemetryClient
+from services.gateway.completions import ChatCompletions, CompletionSettings
+from services.gateway.config import GatewayConfig
+from services.gateway.engine_directory import EngineDirectory
+from services.gateway.engine_streams import EngineStreams
+from services.gateway.failover import FailoverSettings, Generations
+from services.gateway.http_body import BodyLimits
+from services.gateway.identity import Authenticator, cache_salt_secret, read_api_keys
+from services.gateway.openai_schema import ModelFacts
+from services.gateway.placement import Placements, RouterPlacements
+from services.gateway.text_preparation import TextPreparation
+
+if TYPE_CHECKING:
+    from libs.registry import NodeRegistry
+
+log = get_logger("gateway")
+
+# Interrupted requests need a moment to tell their clients.
+_INTERRUPTION_SECONDS = 1.5
+_CLOSE_CONNECTIONS_SECONDS = 0.5
+_KEEP_ALIVE_SECONDS = 75.0
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a gateway until it is told to stop."""
+    config = load(GatewayConfig, tier="gateway", argv=argv)
+    configure_logging("gateway", config.gateway_id, config.log_level)
+    run(functools.partial(_serve, config), tier="gateway")
+
+
+async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
+    # What the stack holds is closed last, when no task uses it any more.
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        foundation = _lay_foundation(config, stack)
+        background = [tasks.create_task(foundation.audit.run()), tasks.create_task(foundation.directory.run())]
+        if foundation.router is not None:
+            background.append(tasks.create_task(foundation.router.run()))
+        streams = EngineStreams(max_requests=config.max_concurrent_requests, tasks=tasks)
+        app = _make_app(config, foundation, streams, tasks)
+        await _listen(app, config, stack)
+
+        await lifecycle.wait_for_shutdown()
+
+        await _drain(config, foundation)
+        await foundation.audit.flush(config.audit_shutdown_seconds)
+        streams.close()
+        for task in background:
+            task.cancel()
+    log.info("gateway stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class _Foundation:
+    """The parts that do not serve requests themselves."""
+
+    metrics: GatewayMetrics
+    authenticator: Authenticator
+    text: TextPreparation
+    model: ModelFacts
+    admission: Admission
+    directory: EngineDirectory
+    router: RouterPlacements | None
+    audit: Audit
+    ledger: Ledger
+
+    def max_model_len(self) -> int:
+        """Return the context that the model's text side and all engines can serve."""
+        own = self.text.model_text.max_model_len
+        engines = self.directory.max_model_len
+        return own if engines is None else min(own, engines)
+
+
+def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation:
+    data_dir = Path(config.data_dir)
+    keys = None if config.api_keys_file is None else read_api_keys(Path(config.api_keys_file))
+    authenticator = Authenticator(keys, cache_salt_secret(config.cache_salt_secret, data_dir))
+    model_path = resolve_model_path(config.model)
+    model_text = load_model_text(model_path)
+    text = TextPreparation(model_text, block_size=config.block_size, num_threads=config.text_threads)
+    stack.callback(text.close)
+    model = ModelFacts(
+        name=config.served_model_name or default_served_model_name(model_path),
+        vocab_size=model_text.tokenizer.vocab_size,
+    )
+    metrics = GatewayMetrics(CollectorRegistry())
+    audit = _make_audit(config, data_dir, metrics, stack)
+    return _Foundation(
+        metrics=metrics,
+        authenticator=authenticator,
+        text=text,
+        model=model,
+        admission=Admission(max_requests=config.max_concurrent_requests),
+        directory=_make_directory(config, model, text.hash_contract, stack),
+        router=_make_router(config),
+        audit=audit,
+        ledger=Ledger(
+            gateway_id=config.gateway_id,
+            audit=audit,
+            metrics=metrics,
+            # Finer than the event loop's clock, which stands still within one turn of the loop.
+            monotonic=time.monotonic,
+            wall=time.time,
+        ),
+    )
+
+
+def _make_audit(config: GatewayConfig, data_dir: Path, metrics: GatewayMetrics, stack: AsyncExitStack) -> Audit:
+    if config.telemetry_address is None:
+        log.warning("no telemetry address; no audit records are kept")
+        return NoAudit()
+    spool = AcceptedSpool(data_dir / config.gateway_id, max_bytes=config.audit_spool_max_bytes)
+    stack.callback(spool.close)
+    client = TelemetryClient(config.telemetry_address)
+    stack.push_async_callback(client.close)
+    settings = AuditSettings(gateway_id=config.gateway_id, flush_seconds=config.audit_flush_seconds)
+    return AuditTrail(spool, client, settings, metrics)
+
+
+def _make_directory(
+    config: GatewayConfig, model: ModelFacts, hash_contract: HashContract, stack: AsyncExitStack
+) -> EngineDirectory:
+    registry: NodeRegistry | None = None
+    if config.redis_url is not None:
+        # Imported when needed: it takes as long as half of all other imports together.
+        from libs.registry import NodeRegistry, make_redis
+
+        redis = make_redis(config.redis_url)
+        stack.push_async_callback(redis.aclose)
+        registry = NodeRegistry(redis)
+    router: RouterClient | None = None
+    if config.router_address is not None:
+        router = RouterClient(config.router_address)
+        stack.push_async_callback(router.close)
+    directory = EngineDirectory(
+        model_name=model.name,
+        hash_contract=hash_contract,
+        configured_addresses=config.engine_addresses,
+        registry=registry,
+        router=router,
+        refresh_seconds=config.directory_refresh_seconds,
+        answer_timeout_seconds=config.readiness_timeout_seconds,
+    )
+    stack.push_async_callback(directory.close)
+    return directory
+
+
+def _make_router(config: GatewayConfig) -> RouterPlacements | None:
+    if config.router_address is None:
+        return None
+    return RouterPlacements(
+        config.router_address,
+        timeout_seconds=config.router_timeout_seconds,
+        max_requests=config.max_concurrent_requests,
+    )
+
+
+def _make_app(
+    config: GatewayConfig, foundation: _Foundation, streams: EngineStreams, tasks: asyncio.TaskGroup
+) -> web.Application:
+    random_source = random.Random()
+    placements = Placements(
+        router=foundation.router,
+        directory=foundation.directory,
+        metrics=foundation.metrics,
+        random_source=random_source,
+    )
+    failover = FailoverSettings(
+        max_retries=config.max_placement_retries,
+        retry_placement_timeout_seconds=config.retry_placement_timeout_seconds,
+        accept_timeout_seconds=config.engine_accept_timeout_seconds,
+    )
+    completions = ChatCompletions(
+        model=foundation.model,
+        text=foundation.text,
+        admission=foundation.admission,
+        generations=Generations(placements, streams, failover),
+        ledger=foundation.ledger,
+        settings=CompletionSettings(
+            body_limits=BodyLimits(config.max_body_bytes, config.body_timeout_seconds),
+            request_timeout_seconds=config.request_timeout_seconds,
+            default_max_tokens=config.default_max_tokens,
+            answers=AnswerSettings(config.sse_heartbeat_seconds, config.abort_settle_seconds),
+        ),
+        max_model_len=foundation.max_model_len,
+        draw_seed=lambda: random_source.getrandbits(64),
+        tasks=tasks,
+    )
+    parts = Parts(
+        completions=completions,
+        authenticator=foundation.authenticator,
+        admission=foundation.admission,
+        directory=foundation.directory,
+        metrics=foundation.metrics,
+        model=foundation.model,
+        max_model_len=foundation.max_model_len,
+        start_time=int(time.time()),
+        readiness_timeout_seconds=config.readiness_timeout_seconds,
+    )
+    return make_app(parts, max_body_bytes=config.max_body_bytes)
+
+
+async def _listen(app: web.Application, config: GatewayConfig, stack: AsyncExitStack) -> None:
+    """Take requests; raises InternalError when the address cannot be had."""
+    runner = web.AppRunner(
+        app,
+        # A client that leaves cancels its handler, also while that waits for an engine.
+        handler_cancellation=True,
+        auto_decompress=False,
+        # An idle connection is closed after this, also one that never sent a request.
+        keepalive_timeout=_KEEP_ALIVE_SECONDS,
+        access_log=None,
+        # Faults of handlers are answered and logged by ours; what is left is noise of broken connections.
+        logger=_silent_logger(),
+        shutdown_timeout=_CLOSE_CONNECTIONS_SECONDS,
+    )
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        raise InternalError(f"Cannot listen on {config.host}:{config.port}: {error.strerror}.") from error
+    host, port = runner.addresses[0][:2]
+    log.info("gateway listens", host=host, port=port)
+
+
+async def _drain(config: GatewayConfig, foundation: _Foundation) -> None:
+    """Let running requests finish within their time, then end those that are left with an error."""
+    admission = foundation.admission
+    admission.start_draining()
+    log.info("gateway drains")
+    if not await admission.wait_empty(config.drain_timeout_seconds):
+        num_requests = admission.interrupt_all(draining_error())
+        log.warning("requests outlived the drain", num_requests=num_requests)
+        await admission.wait_empty(_INTERRUPTION_SECONDS)
+    await foundation.ledger.wait_all_closed(config.abort_settle_seconds + _CLOSE_CONNECTIONS_SECONDS)
+
+
+def _silent_logger() -> logging.Logger:
+    logger = logging.getLogger("octavo.gateway.http")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    return logger

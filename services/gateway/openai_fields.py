@@ -1,0 +1,195 @@
+"""Every field of a chat completion request that OpenAI or vLLM define: what is served, and what changes nothing.
+
+Owns the table. A field that is known and not served is accepted only with a value that changes nothing, so that
+clients that send their defaults work and nothing is ignored silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, Final
+
+from libs.errors import InvalidRequest, UnsupportedField
+
+_SHOWN_NAME_CHARACTERS: Final = 64
+
+# What the schema reads.
+SERVED_FIELDS: Final = frozenset(
+    {
+        "model",
+        "messages",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "stream",
+        "stream_options",
+        # Recorded in the log event of the request, like the two after them; they do not change the answer.
+        "user",
+        "safety_identifier",
+        "metadata",
+    }
+)
+
+
+def _null(value: Any) -> bool:  # Any: a value of a JSON document, here and below.
+    return value is None
+
+
+def _one_of(*neutral: Any) -> Callable[[Any], bool]:
+    """Accept null and these values; a boolean is not a number here although it is one in Python."""
+    return lambda value: value is None or any(type(value) is type(one) and value == one for one in neutral)
+
+
+def _number(neutral: float) -> Callable[[Any], bool]:
+    return lambda value: value is None or (type(value) in (int, float) and value == neutral)
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value in ([], {})
+
+
+_NO_PENALTY, _OFF, _ON, _ONE = _number(0), _one_of(False), _one_of(True), _number(1)
+
+# Fields known and not served, each with the test for the values that change nothing.
+_NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
+    # OpenAI
+    "audio": _null,
+    "frequency_penalty": _NO_PENALTY,
+    "function_call": _one_of("none"),
+    "functions": _empty,
+    "logit_bias": _empty,
+    "logprobs": _OFF,
+    "modalities": _one_of(["text"]),
+    "moderation": _null,
+    "n": _ONE,
+    "parallel_tool_calls": _one_of(True, False),
+    "prediction": _null,
+    "presence_penalty": _NO_PENALTY,
+    "prompt_cache_key": _null,
+    "prompt_cache_options": _null,
+    "prompt_cache_retention": _null,
+    "reasoning_effort": _one_of("none"),
+    "response_format": _one_of({"type": "text"}),
+    "service_tier": _one_of("auto", "default"),
+    "store": _OFF,
+    "tool_choice": _one_of("none"),
+    "tools": _empty,
+    "top_logprobs": _null,
+    "verbosity": _null,
+    "web_search_options": _null,
+    # vLLM and its relatives
+    "add_generation_prompt": _ON,
+    "add_special_tokens": _OFF,
+    "allowed_token_ids": _null,
+    "bad_words": _empty,
+    "best_of": _ONE,
+    "cache_salt": _null,
+    "chat_template": _null,
+    "chat_template_kwargs": _empty,
+    "continue_final_message": _OFF,
+    "documents": _empty,
+    "echo": _OFF,
+    "guided_choice": _null,
+    "guided_decoding_backend": _null,
+    "guided_grammar": _null,
+    "guided_json": _null,
+    "guided_regex": _null,
+    "guided_whitespace_pattern": _null,
+    "include_reasoning": _one_of(True, False),
+    "include_stop_str_in_output": _OFF,
+    "kv_transfer_params": _null,
+    "length_penalty": _ONE,
+    "logits_processors": _empty,
+    "lora": _null,
+    "media_io_kwargs": _empty,
+    "mm_processor_kwargs": _empty,
+    "priority": _number(0),
+    "prompt_logprobs": _null,
+    "repetition_detection": _null,
+    "repetition_penalty": _ONE,
+    "request_id": _null,
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "skip_special_tokens": _ON,
+    "spaces_between_special_tokens": _ON,
+    "structured_outputs": _null,
+    "suffix": _null,
+    "thinking_token_budget": _null,
+    "truncate_prompt_tokens": _null,
+    "use_beam_search": _OFF,
+    "vllm_xargs": _empty,
+}
+
+# Of these a value is legal and served only in part.
+_NEUTRAL_STREAM_OPTIONS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "continuous_usage_stats": _OFF,
+    "include_obfuscation": _OFF,
+}
+_NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    # What an answer holds, so that a client may send it back as it came.
+    "annotations": _empty,
+    "audio": _null,
+    "function_call": _null,
+    "name": _null,
+    "reasoning": _null,
+    "reasoning_content": _null,
+    "refusal": _null,
+    "tool_call_id": _null,
+    "tool_calls": _empty,
+}
+
+
+def check_request_fields(body: Mapping[str, Any]) -> None:
+    """Refuse fields of a request that nobody knows or that are not served."""
+    _check(body, SERVED_FIELDS, _NEUTRAL_VALUES, path="")
+
+
+def check_stream_options(options: Mapping[str, Any]) -> None:
+    """The same for ``stream_options``."""
+    _check(options, frozenset({"include_usage"}), _NEUTRAL_STREAM_OPTIONS, path="stream_options.")
+
+
+def check_message_fields(message: Mapping[str, Any], path: str) -> None:
+    """The same for one message, for example ``messages[3]``."""
+    _check(message, frozenset({"role", "content"}), _NEUTRAL_MESSAGE_FIELDS, path=f"{path}.")
+
+
+def check_content_part_fields(part: Mapping[str, Any], path: str) -> None:
+    """The same for one part of a message's content."""
+    _check(part, frozenset({"type", "text"}), {}, path=f"{path}.")
+
+
+def _check(
+    values: Mapping[str, Any],
+    served: frozenset[str],
+    neutral_values: Mapping[str, Callable[[Any], bool]],
+    *,
+    path: str,
+) -> None:
+    for name, value in values.items():
+        if name in served:
+            continue
+        param = path + name[:_SHOWN_NAME_CHARACTERS]
+        is_neutral = neutral_values.get(name)
+        if is_neutral is None:
+            raise InvalidRequest(_unknown(param, name, [*served, *neutral_values]), param=param)
+        if not is_neutral(value):
+            raise UnsupportedField(
+                f"{param!r} is not supported by this server with a value that changes the answer; leave it out.",
+                param=param,
+            )
+
+
+def _unknown(param: str, name: str, known: list[str]) -> str:
+    close = get_close_matches(name[:_SHOWN_NAME_CHARACTERS], known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"Unknown field {param!r}.{hint}"

@@ -1,0 +1,109 @@
+"""Server-sent events: the bytes of a stream and the writer that sends them.
+
+Owns framing, keep-alive comments and the end of a stream: ``[DONE]`` after a good one, an error event and no
+``[DONE]`` after a bad one. It must not know what events say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Final
+
+from aiohttp import web
+
+from libs.errors import DeadlineExceeded, OctavoError
+from services.gateway.http_errors import error_body, known_error
+
+DONE: Final = b"data: [DONE]\n\n"
+PING: Final = b": ping\n\n"
+
+# Time for an error event to reach a client whose connection is full.
+_LAST_WORDS_SECONDS: Final = 1.0
+
+HEADERS: Final[Mapping[str, str]] = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Proxies such as nginx must not hold events back.
+    "X-Accel-Buffering": "no",
+}
+
+
+def event(payload: bytes) -> bytes:
+    """Return an event with one line of JSON."""
+    return b"data: " + payload + b"\n\n"
+
+
+def error_event(error: OctavoError) -> bytes:
+    """Return the event that ends a stream that went wrong."""
+    return event(error_body(known_error(error)))
+
+
+class SseWriter:
+    """Writes one stream. The head is sent with the first bytes, so that errors before them are plain answers.
+
+    A client that reads slowly makes ``send`` wait, until ``deadline`` on the event loop's clock; what comes
+    meanwhile is merged by the caller's source.
+    """
+
+    def __init__(self, request: web.Request, *, deadline: float) -> None:
+        self._request = request
+        self._deadline = deadline
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the head was sent."""
+        return self._response is not None
+
+    async def send(self, data: bytes) -> None:
+        """Write whole events.
+
+        Raises:
+            ConnectionResetError: the client has left.
+            DeadlineExceeded: the client did not read in time.
+        """
+        async with self._in_time():
+            await (await self._opened()).write(data)
+
+    async def ping(self) -> None:
+        """Write a comment, which every client ignores, so that nobody takes silence for death."""
+        await self.send(PING)
+
+    async def finish(self, data: bytes) -> web.StreamResponse:
+        """Write the last events and ``[DONE]``; raises as ``send`` does."""
+        async with self._in_time():
+            response = await self._opened()
+            await response.write(data + DONE)
+            await response.write_eof()
+            return response
+
+    async def fail(self, error: OctavoError) -> web.StreamResponse:
+        """Write an error event and end the connection; one whose client does not read is cut."""
+        response = await self._opened()
+        response.force_close()
+        try:
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                await response.write(error_event(error))
+                await response.write_eof()
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("The client does not read.") from None
+        return response
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded("The client did not read the answer in the time that it has.") from None
+
+    async def _opened(self) -> web.StreamResponse:
+        if self._response is None:
+            response = web.StreamResponse(headers=HEADERS)
+            await response.prepare(self._request)
+            self._response = response
+        return self._response

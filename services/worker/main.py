@@ -1,0 +1,68 @@
+"""The worker's process: serves at once, loads when the engine asks for it.
+
+Owns the order of start and stop and the environment that torch's threads need. It must not know steps or models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from prometheus_client import CollectorRegistry
+
+from libs.config import load
+from libs.lifecycle import Lifecycle, run
+from libs.obs import configure_logging, get_logger
+from libs.obs.metrics import WorkerMetrics, serve_metrics
+from libs.rpc import make_server
+from services.worker.config import RunnerKind, WorkerConfig
+from services.worker.servicer import WorkerServicer, registration
+from services.worker.step import ModelRunner
+
+_log = get_logger("worker")
+
+# Rounds that an idle OpenMP thread spins before it sleeps: some 20 µs. Without spinning every small operator
+# pays 50 µs to wake its helper; with libgomp's default of milliseconds a second process that wants a core makes
+# each operator wait for a thread that the system has taken away.
+_SPIN_COUNT = "3000"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a worker until it is told to stop."""
+    config = load(WorkerConfig, tier="worker", argv=argv)
+    configure_logging("worker", config.instance_id, config.log_level)
+    # libgomp reads this when torch is imported, so no configuration object can carry it there.
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    run(partial(_serve, config), tier="worker")
+
+
+async def _serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
+    metrics = WorkerMetrics(CollectorRegistry())
+    servicer = WorkerServicer(_make_runner(config), metrics, model_name=config.model)
+    server = make_server(config.listen_address, [registration(servicer)])
+    await server.start()
+    metrics_server = serve_metrics(metrics.registry, config.metrics_port)
+    # Serving means that LoadModel is taken; the engine waits for its end.
+    await server.set_serving(True)
+    _log.info("worker ready", address=server.address, runner=config.runner.value)
+    await lifecycle.wait_for_shutdown()
+    _log.info("draining")
+    # The engine drains first and closes its stream; one that does not is cut off after the grace.
+    await server.stop(config.drain_grace_seconds)
+    await servicer.close()
+    if metrics_server is not None:
+        await asyncio.to_thread(metrics_server.shutdown)
+    _log.info("worker stopped")
+
+
+def _make_runner(config: WorkerConfig) -> ModelRunner:
+    # Imported where it is chosen: the stub must run without torch, and torch takes seconds.
+    if config.runner is RunnerKind.STUB:
+        from services.worker.stub_runner import StubRunner
+
+        return StubRunner(config)
+    from services.worker.model_runner import TorchRunner
+
+    return TorchRunner(config)

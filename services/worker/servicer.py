@@ -1,0 +1,235 @@
+"""The worker's gRPC service.
+
+Owns that there is one model and one stream of steps, and that torch runs in one thread beside the event loop. It
+must not know what a runner does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from libs.errors import Cancelled, InternalError, ModelLoadFailed, OctavoError
+from libs.obs import get_logger
+from libs.obs.metrics import WorkerMetrics
+from libs.protogen.worker.v1 import worker_pb2, worker_pb2_grpc
+from libs.rpc import Registration, abort_with
+from services.worker import wire
+from services.worker.step import LoadedModel, LoadProgress, LoadRequest, ModelRunner, StepResult
+
+SERVICE_NAME = "octavo.worker.v1.WorkerService"
+
+_PROGRESS_INTERVAL_SECONDS = 0.5
+
+ResultT = TypeVar("ResultT")
+
+_log = get_logger("worker")
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Loads the model when asked and runs steps in the order in which they come."""
+
+    def __init__(self, runner: ModelRunner, metrics: WorkerMetrics, *, model_name: str) -> None:
+        self._runner = runner
+        self._metrics = metrics
+        self._model_name = model_name
+        # One thread for loading and steps: a step never runs beside another or beside a load.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
+        self._load: _Load | None = None
+        self._stream: _StepStream | None = None
+
+    async def LoadModel(
+        self,
+        request: worker_pb2.LoadModelRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.LoadModelRequest, worker_pb2.LoadModelResponse],
+    ) -> AsyncIterator[worker_pb2.LoadModelResponse]:
+        """Load the model, or join a load of the same that is under way or done."""
+        try:
+            load = self._load_for(wire.load_request_of(request))
+            async for progress in load.progress_until_done():
+                yield wire.progress_response(progress)
+            yield wire.loaded_response(load.result())
+        except OctavoError as error:
+            await abort_with(context, error)
+
+    async def ExecuteSteps(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ExecuteStepsRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.ExecuteStepsRequest, worker_pb2.ExecuteStepsResponse],
+    ) -> AsyncIterator[worker_pb2.ExecuteStepsResponse]:
+        """Run the steps of one engine. A new stream ends the older one and starts from no sequences."""
+        stream = _StepStream()
+        try:
+            await self._take_over(stream)
+            async for response in self._run_steps(stream, request_iterator):
+                yield response
+        except OctavoError as error:
+            _log.error("step stream failed", error=error.message, error_class=type(error).__name__)
+            await abort_with(context, error)
+        finally:
+            if self._stream is stream:
+                self._stream = None
+
+    async def close(self) -> None:
+        """Wait for the step or load that is running, and end the thread."""
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+
+    def _load_for(self, request: LoadRequest) -> _Load:
+        if self._load is None or self._load.has_failed or self._load.request != request:
+            self._end_stream("The model is loaded anew.")
+            self._load = _Load(request, self._model_name)
+            self._load.task = asyncio.create_task(self._run_load(self._load))
+        return self._load
+
+    async def _run_load(self, load: _Load) -> LoadedModel:
+        # The task is the servicer's, not the caller's: a load goes on when the engine that asked for it leaves.
+        model = await self._in_thread(lambda: self._runner.load(load.request, load.report))
+        self._metrics.kv_cache_bytes.set(model.kv_cache_bytes)
+        self._metrics.weights_bytes.set(model.weights_bytes)
+        _log.info(
+            "model loaded",
+            model=self._model_name,
+            num_blocks=model.num_blocks,
+            kv_cache_bytes=model.kv_cache_bytes,
+            weights_bytes=model.weights_bytes,
+            max_model_len=model.max_model_len,
+        )
+        return model
+
+    async def _take_over(self, stream: _StepStream) -> None:
+        if self._load is None or not self._load.is_loaded:
+            raise ModelLoadFailed("No model is loaded; call LoadModel first and wait for its end.")
+        self._end_stream("Another stream of steps was opened; this worker takes its steps from there.")
+        self._stream = stream
+        # Runs after the older stream's last step, which the thread may still be computing.
+        await self._in_thread(self._runner.reset)
+
+    def _end_stream(self, reason: str) -> None:
+        if self._stream is not None:
+            self._stream.end(reason)
+            self._stream = None
+
+    async def _run_steps(
+        self, stream: _StepStream, requests: AsyncIterator[worker_pb2.ExecuteStepsRequest]
+    ) -> AsyncIterator[worker_pb2.ExecuteStepsResponse]:
+        # Steps that come while one runs wait in gRPC's flow-controlled buffer.
+        while (request := await stream.next_of(requests)) is not None:
+            yield await self._in_thread(partial(self._execute, stream, request))
+
+    def _execute(
+        self, stream: _StepStream, request: worker_pb2.ExecuteStepsRequest
+    ) -> worker_pb2.ExecuteStepsResponse:
+        """Run one step in the runner's thread."""
+        # A stream that was taken over while this step waited must not touch the new one's sequences.
+        stream.raise_if_ended()
+        result = self._runner.execute(wire.step_input_of(request))
+        self._count(result)
+        return wire.step_response(result)
+
+    def _count(self, result: StepResult) -> None:
+        self._metrics.steps.inc()
+        self._metrics.step_seconds.observe(result.duration_seconds)
+        self._metrics.tokens.inc(result.num_computed_tokens)
+        for failed in result.failed_sequences:
+            self._metrics.failed_sequences.labels(failed.failure.value).inc()
+
+    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except OctavoError:
+            raise
+        except Exception as error:
+            # Whatever torch or a fault of ours raises ends the call, with its trace in our log.
+            _log.exception("runner failed")
+            raise InternalError(f"The runner failed: {type(error).__name__}: {error}") from error
+
+
+class _Load:
+    """One load of the model, which several calls may wait for."""
+
+    def __init__(self, request: LoadRequest, model_name: str) -> None:
+        self.request = request
+        self.task: asyncio.Task[LoadedModel] | None = None
+        self._model_name = model_name
+        self._progress = LoadProgress("starting", 0, 0)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is there."""
+        return self.task is not None and self.task.done() and not self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended without a model."""
+        task = self.task
+        return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+
+    def report(self, progress: LoadProgress) -> None:
+        """Take a progress report; called from the runner's thread."""
+        self._progress = progress
+
+    def result(self) -> LoadedModel:
+        """Return the model or raise what went wrong; only when the load is done."""
+        assert self.task is not None, "the load was not started"
+        assert self.task.done(), "the load is not done"
+        return self.task.result()
+
+    async def progress_until_done(self) -> AsyncIterator[LoadProgress]:
+        """Give the present progress at intervals until the load is done."""
+        assert self.task is not None, "the load was not started"
+        while not self.task.done():
+            await asyncio.wait({self.task}, timeout=_PROGRESS_INTERVAL_SECONDS)
+            progress = self._progress
+            if progress.total_bytes and not self.task.done():
+                self._log_progress(progress)
+                yield progress
+
+    def _log_progress(self, progress: LoadProgress) -> None:
+        done, total = progress.loaded_bytes, progress.total_bytes
+        _log.info(
+            f"loading {self._model_name}: {100 * done // total} % ({done // 10**6} of {total // 10**6} MB)",
+            loaded_bytes=done,
+            total_bytes=total,
+        )
+
+
+class _StepStream:
+    """One open stream of steps, which another may end."""
+
+    def __init__(self) -> None:
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reason: str | None = None
+
+    def end(self, reason: str) -> None:
+        """End the stream from outside."""
+        self._reason = reason
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def raise_if_ended(self) -> None:
+        """Raise Cancelled when the stream was ended from outside; may be called from any thread."""
+        if self._reason is not None:
+            raise Cancelled(self._reason)
+
+    async def next_of(
+        self, requests: AsyncIterator[worker_pb2.ExecuteStepsRequest]
+    ) -> worker_pb2.ExecuteStepsRequest | None:
+        """Return the next step, or None when the engine has no more; raises Cancelled when ended."""
+        reading = asyncio.ensure_future(anext(requests, None))
+        try:
+            waits: set[asyncio.Future[Any]] = {reading, self._ended}  # Any: each has its own result.
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            self.raise_if_ended()
+            return await reading
+        finally:
+            reading.cancel()
+
+
+def registration(servicer: WorkerServicer) -> Registration:
+    """Say how the service is added to a server."""
+    return Registration(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, SERVICE_NAME)

@@ -1,0 +1,197 @@
+"""A runner without a model: deterministic tokens, and a check of every block.
+
+Owns a rule for the next token and a fake KV cache that holds, in each block slot, the token that was written
+there. At every step it reads back the whole context of every scheduled sequence through its block table and
+compares it with the tokens that it was told: a block given to two sequences, freed too early, named in the
+wrong order or wrongly found in the prefix cache ends the step with an InternalError. It must not know torch.
+
+The next token after tokens ``t[0..n)`` is ``first_token_id + mix(h) % num_token_ids`` where ``h`` starts as
+``seed * 0x9E3779B97F4A7C15 + choice_index`` for a drawn sequence and 0 for a greedy one, takes each token as
+``h = h * 0x100000001B3 + t + 1``, all modulo 2**64, and ``mix`` is the finalizer of SplitMix64. So it depends on
+the full content, and a resumed sequence goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libs.errors import InternalError, ModelLoadFailed, UnsupportedField
+from libs.text import load_model_text, resolve_model_path
+from services.worker.config import WorkerConfig
+from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
+from services.worker.step import (
+    LoadedModel,
+    LoadProgress,
+    LoadRequest,
+    NewSequence,
+    SampledTokens,
+    SamplingParams,
+    StepInput,
+    StepResult,
+)
+
+_MULTIPLIER = 0x100000001B3
+_SEED_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_UNWRITTEN = -1  # What a block slot holds that nobody has written; no token has this id.
+
+
+class StubRunner:
+    """A ``ModelRunner`` without a model."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._loaded: _StubState | None = None
+
+    def load(self, request: LoadRequest, on_progress: Callable[[LoadProgress], None]) -> LoadedModel:
+        """Pretend to load: only the text side of the model is read, for its digest and end tokens.
+
+        Raises:
+            ModelLoadFailed: when the model cannot be found, or is asked for more than the stub has.
+        """
+        config = self._config
+        text = load_model_text(resolve_model_path(config.model))
+        limit = min(config.stub_max_model_len, text.max_model_len)
+        if request.max_model_len is not None and request.max_model_len > limit:
+            raise ModelLoadFailed(f"max_model_len was asked to be {request.max_model_len}; the limit is {limit}.")
+        limits = BatchLimits(
+            max_num_seqs=request.max_num_seqs,
+            max_model_len=request.max_model_len or limit,
+            max_num_batched_tokens=request.max_num_batched_tokens,
+            num_blocks=config.stub_num_blocks,
+            block_size=request.block_size,
+            vocab_size=config.stub_vocab_size,
+        )
+        if config.stub_eos_after_tokens is not None and not text.eos_token_ids:
+            raise ModelLoadFailed(f"stub_eos_after_tokens is set, but {config.model} has no end token.")
+        self._loaded = _StubState(config, limits, text.eos_token_ids)
+        on_progress(LoadProgress("preparing the stub", 1, 1))
+        return LoadedModel(
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=text.eos_token_ids,
+            tokenizer_digest=text.tokenizer_digest,
+            vocab_size=limits.vocab_size,
+            gpu_type="stub",
+            total_vram_bytes=0,
+            kv_cache_bytes=0,
+            weights_bytes=0,
+        )
+
+    def reset(self) -> None:
+        """Forget all sequences; what is in the fake KV cache stays."""
+        if self._loaded is not None:
+            self._loaded.batch.reset()
+
+    def execute(self, step: StepInput) -> StepResult:
+        """Run one step, and let it take as long as configured."""
+        started = time.perf_counter()
+        if self._loaded is None:
+            raise InternalError("A step came before the model was loaded.")
+        prepared = self._loaded.batch.prepare(step, self._loaded.admit)
+        sampled, num_computed_tokens = SampledTokens.none(), 0
+        if prepared.batch is not None:
+            sampled, num_computed_tokens = self._loaded.compute(prepared.batch), len(prepared.batch.token_ids)
+        due_seconds = (
+            self._config.stub_step_seconds + self._config.stub_seconds_per_token * num_computed_tokens
+        ) - (time.perf_counter() - started)
+        if due_seconds > 0:
+            time.sleep(due_seconds)
+        return StepResult.of(
+            step,
+            sampled,
+            prepared.failed_sequences,
+            num_computed_tokens=num_computed_tokens,
+            duration_seconds=time.perf_counter() - started,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRule:
+    """Which ids the stub emits."""
+
+    first_token_id: int
+    num_token_ids: int
+
+    def next_token_id(self, token_ids: NDArray[np.int32], start: int) -> int:
+        """Return the token after ``token_ids``; ``start`` is the hash's first value."""
+        exponents = np.arange(len(token_ids) - 1, -1, -1)
+        terms = _powers(len(token_ids))[exponents] * (token_ids.astype(np.uint64) + np.uint64(1))
+        value = (start * pow(_MULTIPLIER, len(token_ids), 2**64) + int(terms.sum(dtype=np.uint64))) & _MASK
+        return self.first_token_id + _mix(value) % self.num_token_ids
+
+
+class _StubState:
+    """Sequences and the fake KV cache."""
+
+    def __init__(self, config: WorkerConfig, limits: BatchLimits, eos_token_ids: tuple[int, ...]) -> None:
+        self.batch = InputBatch(limits)
+        self._limits = limits
+        self._rule = TokenRule(config.stub_first_token_id, config.stub_num_token_ids)
+        self._eos_after_tokens = config.stub_eos_after_tokens
+        self._eos_token_ids = eos_token_ids
+        self._stored = np.full((limits.num_blocks + 1, limits.block_size), _UNWRITTEN, dtype=np.int32)
+        self._starts: dict[int, int] = {}  # the hash's first value by slot
+
+    def admit(self, sequence: NewSequence) -> None:
+        """Take a new sequence; raises UnsupportedField when its sampling asks for what needs logits."""
+        _refuse_what_needs_logits(sequence.sampling_params)
+        params = sequence.sampling_params
+        self._starts[sequence.slot] = (
+            0 if params.is_greedy else (params.seed * _SEED_MULTIPLIER + sequence.choice_index) & _MASK
+        )
+
+    def compute(self, batch: FlatBatch) -> SampledTokens:
+        """Write the step's tokens, check every context, and choose the next tokens."""
+        self._stored.reshape(-1)[batch.slot_mapping] = batch.token_ids
+        for index, slot in enumerate(batch.slots.tolist()):
+            self._check_context(slot, batch.block_tables[index], int(batch.context_lens[index]))
+        slots = batch.slots[batch.is_sampled]
+        token_ids = np.array([self._next_token_id(slot) for slot in slots.tolist()], dtype=np.int64)
+        self.batch.commit(batch, slots, token_ids)
+        return SampledTokens(slots, token_ids, ())
+
+    def _next_token_id(self, slot: int) -> int:
+        token_ids = self.batch.token_ids_of(slot)
+        num_output_tokens = len(token_ids) - self.batch.num_prompt_tokens(slot)
+        if self._eos_after_tokens is not None and num_output_tokens >= self._eos_after_tokens:
+            return self._eos_token_ids[0]
+        return self._rule.next_token_id(token_ids, self._starts[slot])
+
+    def _check_context(self, slot: int, block_table: NDArray[np.int32], context_len: int) -> None:
+        stored = self._stored[block_table].reshape(-1)[:context_len]
+        expected = self.batch.token_ids_of(slot)[:context_len]
+        differing = np.flatnonzero(stored != expected)
+        if len(differing):
+            position = int(differing[0])
+            block_id = int(block_table[position // self._limits.block_size])
+            raise InternalError(
+                f"Slot {slot} expects token {expected[position]} at position {position}, but block {block_id} "
+                f"holds {'nothing' if stored[position] == _UNWRITTEN else stored[position]} there; its block "
+                f"table is {block_table[: -(-context_len // self._limits.block_size)].tolist()}."
+            )
+
+
+def _refuse_what_needs_logits(params: SamplingParams) -> None:
+    neutral = SamplingParams()
+    for name in ("logit_bias", "allowed_token_ids", "bad_words", "min_output_tokens"):
+        if getattr(params, name) != getattr(neutral, name):
+            raise UnsupportedField(f"The stub runner has no logits, so it cannot apply {name}.", param=name)
+
+
+def _powers(count: int) -> NDArray[np.uint64]:
+    powers = np.full(max(count, 1), _MULTIPLIER, dtype=np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

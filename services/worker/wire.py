@@ -1,0 +1,157 @@
+"""Translation between worker.v1 messages and the worker's own types.
+
+Owns both directions. Arrays pass as arrays; only new sequences are looked at one by one. It must not know what
+a runner does with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from libs.errors import ClientError, UnsupportedField
+from libs.protogen.generation.v1 import generation_pb2
+from libs.protogen.worker.v1 import worker_pb2
+from libs.rpc import duration_from_seconds
+from services.worker.step import (
+    IntArray,
+    LoadedModel,
+    LoadProgress,
+    LoadRequest,
+    NewSequence,
+    RefusedSequence,
+    SamplingParams,
+    SequenceFailure,
+    StepInput,
+    StepResult,
+)
+
+# A refusal has no name of its own on the wire yet; gateway and engine refuse such requests before they get here.
+_FAILURES = {
+    SequenceFailure.INVALID_LOGITS: worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS,
+    SequenceFailure.REFUSED: worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS,
+}
+
+# Fields of SamplingParams that need an answer beyond token ids, or a grammar.
+_UNSERVED_FIELDS: tuple[Literal["num_logprobs", "num_prompt_logprobs", "grammar"], ...] = (
+    "num_logprobs",
+    "num_prompt_logprobs",
+    "grammar",
+)
+
+
+def load_request_of(message: worker_pb2.LoadModelRequest) -> LoadRequest:
+    """Parse what is asked of this rank; raises InvalidRequest."""
+    return LoadRequest(
+        rank=message.rank,
+        tensor_parallel_size=message.tensor_parallel_size,
+        block_size=message.block_size,
+        max_model_len=message.max_model_len if message.HasField("max_model_len") else None,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+    )
+
+
+def progress_response(progress: LoadProgress) -> worker_pb2.LoadModelResponse:
+    """Build a progress report."""
+    return worker_pb2.LoadModelResponse(
+        progress=worker_pb2.LoadProgress(
+            description=progress.description,
+            loaded_bytes=progress.loaded_bytes,
+            total_bytes=progress.total_bytes,
+        )
+    )
+
+
+def loaded_response(model: LoadedModel) -> worker_pb2.LoadModelResponse:
+    """Build the last report."""
+    return worker_pb2.LoadModelResponse(
+        model=worker_pb2.LoadedModel(
+            num_blocks=model.num_blocks,
+            block_size=model.block_size,
+            max_model_len=model.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            tokenizer_digest=model.tokenizer_digest,
+            vocab_size=model.vocab_size,
+            gpu_type=model.gpu_type,
+            total_vram_bytes=model.total_vram_bytes,
+            kv_cache_bytes=model.kv_cache_bytes,
+            weights_bytes=model.weights_bytes,
+        )
+    )
+
+
+def step_input_of(message: worker_pb2.ExecuteStepsRequest) -> StepInput:
+    """Parse one step; a sequence that asks for what is not served is set apart, not refused as a whole step."""
+    sequences: list[NewSequence] = []
+    refused: list[RefusedSequence] = []
+    for new in message.new_sequences:
+        try:
+            sequences.append(_new_sequence_of(new))
+        except ClientError as error:
+            refused.append(RefusedSequence(new.slot, error))
+    return StepInput(
+        step_id=message.step_id,
+        ended_slots=_array(message.ended_slots),
+        new_sequences=tuple(sequences),
+        refused_sequences=tuple(refused),
+        slots=_array(message.slots),
+        num_scheduled_tokens=_array(message.num_scheduled_tokens),
+        num_new_blocks=_array(message.num_new_blocks),
+        new_block_ids=_array(message.new_block_ids),
+    )
+
+
+def step_response(result: StepResult) -> worker_pb2.ExecuteStepsResponse:
+    """Build a step's result."""
+    return worker_pb2.ExecuteStepsResponse(
+        step_id=result.step_id,
+        slots=result.slots.tolist(),
+        num_tokens=result.num_tokens.tolist(),
+        token_ids=result.token_ids.tolist(),
+        failed_sequences=[
+            worker_pb2.FailedSequence(slot=failed.slot, failure=_FAILURES[failed.failure])
+            for failed in result.failed_sequences
+        ],
+        step_duration=duration_from_seconds(result.duration_seconds),
+    )
+
+
+def _new_sequence_of(message: worker_pb2.NewSequence) -> NewSequence:
+    return NewSequence(
+        slot=message.slot,
+        token_ids=_array(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_computed_tokens=message.num_computed_tokens,
+        block_ids=_array(message.block_ids),
+        sampling_params=_sampling_params_of(message.sampling_params),
+        choice_index=message.choice_index,
+    )
+
+
+def _sampling_params_of(message: generation_pb2.SamplingParams) -> SamplingParams:
+    for name in _UNSERVED_FIELDS:
+        if message.HasField(name):
+            raise UnsupportedField(f"sampling_params.{name} is not served by this worker.", param=name)
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p if message.HasField("top_p") else None,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        min_p=message.min_p if message.HasField("min_p") else None,
+        seed=message.seed,
+        min_output_tokens=message.min_output_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple(message.logit_bias.items()),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+    )
+
+
+def _array(values: Sequence[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)

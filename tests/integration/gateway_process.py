@@ -1,0 +1,129 @@
+"""A real gateway process between fakes of the other tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from libs.text import ModelText
+from tests.fakes.fake_generation_engine import FakeGenerationEngine
+from tests.fakes.fake_router import FakeRouter
+from tests.fakes.fake_telemetry import FakeTelemetry
+
+MODEL_NAME = "smollm2-135m-instruct"
+_START_SECONDS = 30.0
+_REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass(slots=True)
+class Gateway:
+    """A running gateway and a client session for it."""
+
+    process: asyncio.subprocess.Process
+    base_url: str
+    http: aiohttp.ClientSession
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    async def wait_ready(self) -> None:
+        """Wait until /readyz says so."""
+        async with asyncio.timeout(_START_SECONDS):
+            while True:
+                async with self.http.get("/readyz") as response:
+                    if response.status == 200:
+                        return
+                await asyncio.sleep(0.02)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Read one sample of /metrics; 0 when there is none."""
+        wanted = name + (
+            "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}" if labels else ""
+        )
+        async with self.http.get("/metrics") as response:
+            for line in (await response.text()).splitlines():
+                if line.startswith(wanted + " "):
+                    return float(line.rpartition(" ")[2])
+        return 0.0
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.process.kill()
+
+    async def wait_exit(self) -> int:
+        """Wait for the end of the process; returns its exit code."""
+        async with asyncio.timeout(_START_SECONDS):
+            return await self.process.wait()
+
+
+@dataclass(slots=True)
+class Stand:
+    """A gateway and the fakes around it."""
+
+    engine: FakeGenerationEngine
+    router: FakeRouter
+    telemetry: FakeTelemetry
+    model_text: ModelText
+    gateway: Gateway
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of plain text."""
+        return self.model_text.tokenizer.encode(text, allow_special=False)
+
+
+@asynccontextmanager
+async def run_gateway(data_dir: Path, *flags: str) -> AsyncIterator[Gateway]:
+    """Start ``octavo gateway`` on a free port and wait until it listens; kill it at the end if it still runs."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "services.cli", "gateway", "--port", "0", "--data-dir", str(data_dir), *flags),
+        cwd=_REPOSITORY,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    log: list[dict[str, Any]] = []
+    reading: asyncio.Task[None] | None = None
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            port = await _read_until_listening(process, log)
+        reading = asyncio.create_task(_read_rest(process, log))
+        base_url = f"http://127.0.0.1:{port}"
+        async with aiohttp.ClientSession(base_url, timeout=aiohttp.ClientTimeout(total=30)) as http:
+            yield Gateway(process, base_url, http, log)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        if reading is not None:
+            await reading
+
+
+async def _read_until_listening(process: asyncio.subprocess.Process, log: list[dict[str, Any]]) -> int:
+    assert process.stderr is not None
+    lines: list[str] = []
+    async for line in process.stderr:
+        lines.append(line.decode(errors="replace"))
+        with suppress(json.JSONDecodeError):
+            event = json.loads(line)
+            log.append(event)
+            if event["event"] == "gateway listens":
+                return int(event["port"])
+    raise AssertionError("The gateway did not start:\n" + "".join(lines))
+
+
+async def _read_rest(process: asyncio.subprocess.Process, log: list[dict[str, Any]]) -> None:
+    assert process.stderr is not None
+    async for line in process.stderr:
+        try:
+            log.append(json.loads(line))
+        except json.JSONDecodeError:
+            log.append({"event": line.decode(errors="replace")})

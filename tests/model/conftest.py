@@ -1,0 +1,10 @@
+"""Hypothesis profiles: ``ci`` is the same on every run, ``--hypothesis-profile=explore`` looks for new faults."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
+if settings.get_current_profile_name() != "explore":
+    settings.load_profile("ci")

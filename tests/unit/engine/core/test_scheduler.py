@@ -1,0 +1,373 @@
+"""The scheduler at its edges: what it refuses, what it does with answers that do not fit, what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from libs.errors import (
+    ContextLengthExceeded,
+    DuplicateRequest,
+    InternalError,
+    InvalidRequest,
+    OctavoError,
+    Overloaded,
+    RequestNeverFits,
+    WorkerLost,
+)
+from services.engine.core.request import Request
+from services.engine.core.scheduler import Scheduler, SchedulerConfig
+from services.engine.core.scheduler_output import StepResult
+from tests.fakes.kv_worker import counting, greedy
+from tests.fakes.requests import make_request
+from tests.fakes.watched_scheduler import WatchedScheduler
+
+_CONFIG = SchedulerConfig(
+    num_blocks=16,
+    block_size=16,
+    max_model_len=200,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_waiting_sequences=4,
+    eos_token_ids=(),
+    watermark_fraction=0.0,
+)
+
+
+def _watched(**limits: object) -> WatchedScheduler:
+    return WatchedScheduler(replace(_CONFIG, **limits), greedy(1000))  # type: ignore[arg-type]  # Limits pass through.
+
+
+def _run(watched: WatchedScheduler, request: Request) -> list[int]:
+    """Serve one request alone; returns the output of its first choice."""
+    (handle, *_) = watched.add(request)
+    output: list[int] = []
+    while watched.schedule() is not None:
+        events = watched.apply()
+        output += events.token_ids[events.handles == handle].tolist()
+        watched.check()
+    return output
+
+
+# ---- what add refuses ----
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "sentence"),
+    [
+        pytest.param(make_request("r", []), InvalidRequest, "no tokens", id="an empty prompt"),
+        pytest.param(make_request("r", [1], prior_outputs=[]), InvalidRequest, "no choices", id="no choices"),
+        pytest.param(
+            make_request("r", [1], max_output_tokens=0), InvalidRequest, "max_output_tokens", id="no output"
+        ),
+        pytest.param(
+            make_request("r", [1], max_output_tokens=3, prior_outputs=[[], [5, 5, 5]]),
+            InvalidRequest,
+            "3 tokens were emitted already",
+            id="a choice that is finished",
+        ),
+        pytest.param(
+            make_request("r", range(150), max_output_tokens=51), ContextLengthExceeded, "200 tokens", id="too long"
+        ),
+    ],
+)
+def test_refuses_what_can_never_be_served(request_: Request, error: type[OctavoError], sentence: str) -> None:
+    scheduler = Scheduler(_CONFIG)
+
+    with pytest.raises(error, match=sentence):
+        scheduler.add(request_, 0.0)
+
+    assert not scheduler.has_work
+    assert scheduler.num_requests == 0
+
+
+def test_takes_what_fills_the_context_exactly() -> None:
+    watched = _watched()
+
+    assert len(_run(watched, make_request("r", range(150), max_output_tokens=50))) == 50
+
+
+def test_takes_what_fills_the_pool_exactly_and_refuses_one_token_more() -> None:
+    watched = _watched(num_blocks=4)
+
+    with pytest.raises(RequestNeverFits, match="65 tokens, but the KV cache holds 64"):
+        watched.add(make_request("r", range(60), max_output_tokens=5))
+    assert len(_run(watched, make_request("r", range(60), max_output_tokens=4))) == 4
+
+
+def test_refuses_an_id_in_use_and_takes_it_again_after_the_last_choice_ended() -> None:
+    watched = _watched()
+    handles = watched.add(make_request("r", [1], prior_outputs=[[], []]))
+    watched.abort("r", handles[:1])
+
+    with pytest.raises(DuplicateRequest, match="id r is in use"):
+        watched.add(make_request("r", [1]))
+
+    watched.abort("r")
+    assert watched.add(make_request("r", [1]))
+
+
+def test_refuses_more_than_may_wait_and_takes_again_when_some_run() -> None:
+    watched = _watched()
+    for number in range(4):
+        watched.add(make_request(f"r{number}", [1]))
+
+    with pytest.raises(Overloaded, match="4 sequences wait already"):
+        watched.add(make_request("r4", [1]))
+
+    watched.schedule()
+    assert watched.add(make_request("r4", [1]))
+
+
+def test_a_request_with_more_choices_than_may_ever_wait_is_not_told_to_try_again() -> None:
+    scheduler = Scheduler(_CONFIG)
+
+    with pytest.raises(OctavoError) as refusal:
+        scheduler.add(make_request("r", [1], prior_outputs=[[]] * 5), 0.0)
+
+    assert not isinstance(refusal.value, Overloaded)
+
+
+def test_a_refused_request_takes_no_handle() -> None:
+    watched = _watched()
+    first = watched.add(make_request("a", [1]))
+
+    with pytest.raises(InvalidRequest):
+        watched.add(make_request("b", []))
+
+    assert watched.add(make_request("c", [1])) == (first[0] + 1,)
+
+
+def test_handles_can_outlive_a_scheduler() -> None:
+    handles = iter(range(7, 100))
+    assert Scheduler(_CONFIG, handles).add(make_request("a", [1], prior_outputs=[[], []]), 0.0) == (7, 8)
+
+    assert Scheduler(_CONFIG, handles).add(make_request("a", [1]), 0.0) == (9,)
+
+
+# ---- block borders, served three times and continued ----
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33])
+def test_the_same_prompt_gives_the_same_output_from_the_cache(num_tokens: int) -> None:
+    watched = _watched()
+    prompt = list(range(num_tokens))
+
+    outputs = [_run(watched, make_request(f"r{turn}", prompt, max_output_tokens=5)) for turn in range(3)]
+
+    assert outputs[0] == outputs[1] == outputs[2]
+    cached = [end.usage.num_cached_tokens for end in watched.ends.values()]
+    assert cached == [0, (num_tokens - 1) // 16 * 16, (num_tokens - 1) // 16 * 16]
+    _run(watched, make_request("next turn", [*prompt, *outputs[0], *range(900, 920)]))
+    assert list(watched.ends.values())[-1].usage.num_cached_tokens == (num_tokens + 4) // 16 * 16
+
+
+# ---- aborts ----
+
+
+def test_abort_after_the_context_was_filled_changes_nothing() -> None:
+    watched = _watched()
+    _run(watched, make_request("r", range(190), max_output_tokens=10))
+    counts = watched.scheduler.kv_cache.block_counts
+
+    assert watched.abort("r") == ()
+    assert watched.scheduler.kv_cache.block_counts == counts
+    watched.check_idle()
+
+
+def test_second_abort_finds_nothing() -> None:
+    watched = _watched()
+    watched.add(make_request("r", range(40)))
+    watched.schedule()
+
+    assert len(watched.abort("r")) == 1
+    assert watched.abort("r") == ()
+
+
+def test_abort_of_a_slot_that_is_taken_again_before_the_next_step_hits_nobody_else() -> None:
+    watched = _watched(max_num_seqs=1)
+    watched.add(make_request("a", range(20)))
+    watched.schedule()
+    watched.abort("a")
+    watched.add(make_request("b", range(100, 120), max_output_tokens=3))
+
+    events = watched.apply()
+
+    assert len(events.handles) == 0
+    watched.run_until_idle()
+    assert {end.reason for end in watched.ends.values() if end.request_id == "b"} == {"length"}
+
+
+def test_a_token_sampled_for_nobody_counts_as_discarded() -> None:
+    watched = _watched()
+    watched.add(make_request("a", range(20)))
+    watched.schedule()
+    watched.apply()
+    watched.schedule()
+
+    (end,) = watched.abort("a")
+
+    assert end.usage.num_output_tokens == 1
+    assert end.usage.num_discarded_tokens == 1
+
+
+def test_a_chunk_that_samples_nothing_discards_nothing() -> None:
+    watched = _watched()
+    watched.add(make_request("a", range(100)))
+    watched.schedule()
+
+    (end,) = watched.abort("a")
+
+    assert end.usage.num_discarded_tokens == 0
+
+
+def test_a_stream_that_is_gone_takes_all_of_its_requests_with_it() -> None:
+    watched = _watched(max_num_seqs=1)
+    for owner, request_id in ((1, "a"), (2, "b"), (1, "c")):
+        watched.add(make_request(request_id, range(20), owner=owner))
+    watched.schedule()
+
+    assert {end.request_id for end in watched.abort_owner(1)} == {"a", "c"}
+    assert watched.scheduler.num_requests == 1
+
+
+# ---- answers that do not fit ----
+
+
+def _result(step_id: int, slots: list[int], token_ids: list[int], failed_slots: tuple[int, ...] = ()) -> StepResult:
+    return StepResult(step_id, np.array(slots, np.int64), np.array(token_ids, np.uint32), failed_slots, 0.001)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        pytest.param(_result(1, [], []), id="a slot without an answer"),
+        pytest.param(_result(1, [0, 1], [5, 5]), id="a slot that was not sampled"),
+        pytest.param(_result(1, [0], [5, 5]), id="too many tokens"),
+        pytest.param(_result(1, [0], [5], (0,)), id="a slot that failed and has a token"),
+        pytest.param(_result(1, [0], [5], (6,)), id="a failed slot that was not in the step"),
+    ],
+)
+def test_refuses_a_result_that_does_not_answer_the_step(result: StepResult) -> None:
+    scheduler = Scheduler(_CONFIG)
+    scheduler.add(make_request("a", range(20)), 0.0)
+    scheduler.add(make_request("b", range(100)), 0.0)
+    scheduler.schedule(0.0)
+
+    with pytest.raises(InternalError):
+        scheduler.apply(result, 1.0)
+
+
+def test_everything_can_be_ended_after_a_wrong_result() -> None:
+    scheduler = Scheduler(_CONFIG)
+    scheduler.add(make_request("a", range(20)), 0.0)
+    scheduler.schedule(0.0)
+    with pytest.raises(InternalError):
+        scheduler.apply(_result(1, [], []), 1.0)
+
+    ends = scheduler.fail_all(WorkerLost("A worker was lost.", retry_after_seconds=1.0), 1.0)
+
+    assert len(ends) == 1
+    assert scheduler.check_integrity() == []
+    assert scheduler.kv_cache.block_counts.num_held == 0
+    assert list(scheduler.kv_cache.cached_hashes()) == []
+
+
+def test_a_second_step_waits_for_the_first_result() -> None:
+    scheduler = Scheduler(_CONFIG)
+    scheduler.add(make_request("a", range(20)), 0.0)
+    scheduler.schedule(0.0)
+
+    with pytest.raises(AssertionError, match="has not been applied"):
+        scheduler.schedule(0.0)
+
+
+@pytest.mark.parametrize("step_id", [0, 2])
+def test_a_result_of_another_step_is_our_own_mistake(step_id: int) -> None:
+    scheduler = Scheduler(_CONFIG)
+    scheduler.add(make_request("a", range(20)), 0.0)
+    scheduler.schedule(0.0)
+
+    with pytest.raises(AssertionError, match=f"step {step_id} is not 1"):
+        scheduler.apply(_result(step_id, [0], [5]), 1.0)
+
+
+def test_no_block_of_a_sequence_with_invalid_logits_stays_cached() -> None:
+    watched = _watched()
+    (handle,) = watched.add(make_request("a", range(100)))
+    watched.schedule()
+    watched.apply()
+    watched.schedule()
+
+    watched.apply(lambda failing: failing == handle)
+
+    # Its first chunk was full blocks of the same, perhaps poisoned, contents.
+    assert list(watched.scheduler.kv_cache.cached_hashes()) == []
+
+
+# ---- counts ----
+
+
+def test_recomputing_after_a_preemption_does_not_count_as_cached() -> None:
+    watched = WatchedScheduler(replace(_CONFIG, num_blocks=6), counting(500))
+    watched.add(make_request("a", range(30), max_output_tokens=24))
+    (preempted,) = watched.add(make_request("b", range(100, 130), max_output_tokens=24))
+
+    watched.run_until_idle()
+
+    usage = watched.ends[preempted].usage
+    assert usage.num_preemptions == 1
+    assert usage.num_cached_tokens == 0
+    assert usage.num_output_tokens == 24
+    assert usage.num_computed_tokens > 30 + 23
+
+
+def test_a_resumed_request_gets_the_tokens_that_it_would_have_got() -> None:
+    whole = _run(_watched(), make_request("a", range(30), max_output_tokens=12))
+
+    rest = _run(_watched(), make_request("a", range(30), max_output_tokens=12, prior_outputs=[whole[:5]]))
+
+    assert whole[:5] + rest == whole
+
+
+def test_load_counts_what_waits_and_what_is_left_of_prompts() -> None:
+    watched = _watched()
+    watched.add(make_request("a", range(20)))
+    watched.add(make_request("b", range(100, 250)))
+    watched.add(make_request("c", range(300, 310)))
+    watched.schedule()
+    watched.apply()
+
+    load = watched.scheduler.load
+
+    assert (load.num_running, load.num_waiting) == (2, 1)
+    assert load.num_pending_prefill_tokens == (150 - 44) + 10
+    assert load.num_available_blocks == 16 - 2 - 3
+
+
+def test_an_idle_scheduler_has_no_step() -> None:
+    scheduler = Scheduler(_CONFIG)
+
+    assert scheduler.schedule(0.0) is None
+    assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("fault", ["a sequence that is nowhere", "a sequence that runs and waits"])
+def test_integrity_check_names_a_lost_sequence(fault: str) -> None:
+    watched = _watched()
+    watched.add(make_request("a", range(20)))
+    watched.schedule()
+    watched.apply()
+    scheduler = watched.scheduler
+    sequence = scheduler._table.sequence_at(0)
+
+    if fault == "a sequence that is nowhere":
+        scheduler._manager.free(0)
+        scheduler._table.give_back(0)
+    else:
+        scheduler._queue.push(sequence)
+
+    (sentence,) = scheduler.check_integrity()
+    assert ("neither running nor waiting" if fault == "a sequence that is nowhere" else "run and wait") in sentence

@@ -1,0 +1,280 @@
+"""A request without a token moves on when its engine fails; one with tokens does not."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+
+from libs.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    InvalidRequest,
+    NoEngineAvailable,
+    WorkerLost,
+)
+from libs.obs.metrics import GatewayMetrics
+from libs.protogen.engine.v1 import engine_pb2
+from services.gateway.engine_directory import EngineDirectory
+from services.gateway.engine_streams import EngineStreams
+from services.gateway.failover import FailoverSettings, Generation, Generations
+from services.gateway.generation import GenerationFailed, GenerationFinished
+from tests.fakes.fake_generation_engine import FakeGenerationEngine, Script
+from tests.unit.gateway.conftest import StartEngine, ask_of, directory_of, own_placements, submission
+
+SETTINGS = FailoverSettings(max_retries=2, retry_placement_timeout_seconds=1.0, accept_timeout_seconds=0.3)
+
+
+@pytest.fixture
+async def directories() -> AsyncIterator[list[EngineDirectory]]:
+    made: list[EngineDirectory] = []
+    yield made
+    for directory in made:
+        await directory.close()
+
+
+async def generation_on(
+    engines: list[FakeGenerationEngine],
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+    *,
+    timeout_seconds: float = 30.0,
+) -> Generation:
+    directory = await directory_of(*engines)
+    directories.append(directory)
+    generations = Generations(own_placements(directory, metrics), streams, SETTINGS)
+    deadline = asyncio.get_running_loop().time() + timeout_seconds
+    return generations.new(ask_of(engines[0]), submission(), deadline=deadline)
+
+
+async def read_rest(generation: Generation) -> list[int]:
+    token_ids: list[int] = []
+    while True:
+        step = await generation.next_step(5.0)
+        assert step is not None
+        token_ids += step.token_ids
+        if isinstance(step.end, GenerationFailed):
+            raise step.end.error
+        if step.end is not None:
+            return token_ids
+
+
+async def test_a_good_engine_serves_at_once(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(token_ids=[1, 2, 3], step_delay_seconds=0.01))
+    generation = await generation_on([engine], streams, metrics, directories)
+
+    first = await generation.start()
+    rest = await read_rest(generation)
+
+    assert first.token_ids + rest == [1, 2, 3]
+    assert (generation.num_retries, generation.engine_id) == (0, "fake-0")
+    assert generation.usage is not None
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Script(error=WorkerLost("gone")),
+        Script(error=EngineLost("gone")),
+        Script(breaks_stream=True),
+        Script(is_deaf=True),
+    ],
+    ids=["worker lost", "engine lost", "stream broken", "never answers"],
+)
+async def test_before_the_first_token_another_engine_takes_over(
+    fault: Script,
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    bad = await start_engine("bad", dataclasses.replace(fault, first_delay_seconds=0.2))
+    good = await start_engine("good", Script(token_ids=[7]))
+    good.state = engine_pb2.ENGINE_STATE_STARTING
+    generation = await generation_on([bad, good], streams, metrics, directories)
+
+    starting = asyncio.create_task(generation.start())
+    await bad.wait_until(lambda: bool(bad.submits))
+    good.state = engine_pb2.ENGINE_STATE_READY
+    await directories[0].refresh()
+    step = await starting
+
+    assert step.token_ids == [7]
+    assert (generation.engine_id, generation.num_retries) == ("good", 1)
+    assert (len(bad.submits), len(good.submits)) == (1, 1)
+
+
+async def test_a_lone_engine_is_tried_again(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(token_ids=[7]))
+    engine.scripts.append(Script(error=WorkerLost("gone")))
+    generation = await generation_on([engine], streams, metrics, directories)
+
+    step = await generation.start()
+
+    assert step.token_ids == [7]
+    assert generation.num_retries == 1
+
+
+async def test_retries_are_bounded(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(error=WorkerLost("gone for good")))
+    generation = await generation_on([engine], streams, metrics, directories)
+
+    with pytest.raises(WorkerLost):
+        await generation.start()
+
+    assert len(engine.submits) == 3
+
+
+async def test_an_error_of_the_request_is_not_retried(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(error=InvalidRequest("no")))
+    generation = await generation_on([engine], streams, metrics, directories)
+
+    with pytest.raises(InvalidRequest):
+        await generation.start()
+
+    assert len(engine.submits) == 1
+
+
+async def test_after_the_first_token_the_loss_ends_the_request(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(token_ids=[1], error=WorkerLost("gone")))
+    await start_engine("other", Script(token_ids=[9]))
+    generation = await generation_on([engine], streams, metrics, directories)
+
+    first = await generation.start()
+    with pytest.raises(WorkerLost):
+        await read_rest(generation)
+
+    assert first.token_ids == [1]
+    assert generation.num_retries == 0
+
+
+async def test_no_engine_at_all_is_said_with_a_time_to_come_back(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine()
+    engine.state = engine_pb2.ENGINE_STATE_DRAINING
+    generation = await generation_on([engine], streams, metrics, directories)
+
+    with pytest.raises(NoEngineAvailable) as caught:
+        await generation.start()
+
+    assert caught.value.retry_after_seconds is not None
+
+
+async def test_the_deadline_holds_before_and_after_the_first_token(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(hangs=True))
+    silent = await generation_on([engine], streams, metrics, directories, timeout_seconds=0.2)
+    with pytest.raises(DeadlineExceeded):
+        await silent.start()
+    silent.stop()
+
+    engine.default_script = Script(token_ids=[1], hangs=True)
+    stalled = await generation_on([engine], streams, metrics, directories, timeout_seconds=0.5)
+    await stalled.start()
+    with pytest.raises(DeadlineExceeded):
+        await stalled.next_step(60.0)
+    stalled.stop()
+
+
+async def test_silence_below_the_deadline_is_no_error(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(token_ids=[1], hangs=True))
+    generation = await generation_on([engine], streams, metrics, directories)
+    await generation.start()
+
+    assert await generation.next_step(0.01) is None
+    generation.stop()
+
+
+async def test_stopping_aborts_and_settles_with_counts(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(token_ids=[1, 2], hangs=True))
+    generation = await generation_on([engine], streams, metrics, directories)
+    await generation.start()
+    assert not generation.has_ended
+
+    generation.stop()
+    await generation.settle(5.0)
+
+    assert generation.has_ended
+    assert generation.usage is not None
+    assert generation.usage.num_output_tokens == 2
+    assert engine.aborted_ids == ["r-1"]
+
+
+async def test_settling_does_not_wait_for_a_deaf_engine(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(is_deaf=True))
+    generation = await generation_on([engine], streams, metrics, directories)
+    starting = asyncio.create_task(generation.start())
+    await engine.wait_until(lambda: bool(engine.submits))
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+
+    await generation.settle(0.05)
+
+    assert not generation.has_ended
+    assert generation.usage is None
+
+
+async def test_an_answer_that_ends_with_its_first_step_is_whole(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(token_ids=[5], tokens_per_step=4))
+    generation = await generation_on([engine], streams, metrics, directories)
+
+    step = await generation.start()
+
+    assert step.token_ids == [5]
+    assert isinstance(step.end, GenerationFinished)

@@ -1,0 +1,370 @@
+"""What a chat completion request may say."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import openai
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.errors import InvalidRequest, ModelNotFound, OctavoError, UnsupportedField
+from libs.text import ChatMessage
+from services.gateway.openai_fields import SERVED_FIELDS
+from services.gateway.openai_schema import (
+    MAX_MESSAGES,
+    ModelFacts,
+    ValidChatCompletion,
+    parse_chat_completion,
+    parse_json,
+    read_head,
+)
+
+MODEL = ModelFacts(name="tiny", vocab_size=1000)
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]} | fields
+
+
+def parse(**fields: Any) -> ValidChatCompletion:
+    return parse_chat_completion(body(**fields), MODEL)
+
+
+def refusal(**fields: Any) -> OctavoError:
+    with pytest.raises(OctavoError) as caught:
+        parse(**fields)
+    return caught.value
+
+
+def test_a_minimal_request_has_the_documented_defaults() -> None:
+    request = parse()
+
+    assert request == ValidChatCompletion(
+        model="tiny",
+        messages=(ChatMessage("user", "Hi"),),
+        temperature=1.0,
+        top_p=None,
+        top_k=None,
+        min_p=None,
+        seed=None,
+        max_output_tokens=None,
+        min_output_tokens=0,
+        stop_strings=(),
+        stop_token_ids=(),
+        ignore_eos=False,
+        is_streaming=False,
+        includes_usage=False,
+        user=None,
+        metadata={},
+    )
+
+
+def test_served_fields_are_read() -> None:
+    request = parse(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=-1,
+        max_completion_tokens=7,
+        min_tokens=2,
+        stop=["END", "END", "."],
+        stop_token_ids=[3, 4],
+        ignore_eos=True,
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
+        user="u-1",
+        metadata={"job": "nightly"},
+    )
+
+    assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.5, 0.9, 40, 0.1)
+    assert request.seed == 2**64 - 1
+    assert (request.max_output_tokens, request.min_output_tokens) == (7, 2)
+    assert request.stop_strings == ("END", ".")
+    assert request.stop_token_ids == (3, 4)
+    assert request.ignore_eos
+    assert request.is_streaming
+    assert request.includes_usage
+    assert (request.user, request.metadata) == ("u-1", {"job": "nightly"})
+
+
+WRONG_VALUES: dict[str, list[Any]] = {
+    # The sweep of absurd sampling values that has hung or crashed other servers.
+    "temperature": [-1, -0.1, 2.1, 1e6, "0.5", True, "NaN", [], {}],
+    "top_p": [-1, 0, 0.0, 1.5, "1", False],
+    "top_k": [0.01, -2, 1.0, 10**12, 1001, "5", True],
+    "min_p": [-0.1, 2, "0", True],
+    "seed": [2**63, -(2**63) - 1, 1.5, "1", True],
+    "max_tokens": [0, -1, 1.5, "5", True, 10**30],
+    "max_completion_tokens": [0, -1, 1.5, "5", True],
+    "min_tokens": [-1, 0.5, True],
+    "stop": [5, [""], "", ["a"] * 5, [None], "x" * 257, ["a", 1], {}, True],
+    "stop_token_ids": [5, [-1], [1000], [True], ["1"], list(range(65))],
+    "stream": ["true", 1, 0],
+    "ignore_eos": ["no", 1],
+    "user": [5, "x" * 257],
+    "metadata": [[], {"a": 1}, {str(i): "" for i in range(17)}, {"a": "x" * 513}],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in WRONG_VALUES.items() for value in values]
+)
+def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
+    error = refusal(**{field: value})
+
+    assert isinstance(error, InvalidRequest)
+    assert error.param == field
+    assert field in error.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", 0),
+        ("n", 100_000),
+        ("n", True),
+        ("best_of", 10**6),
+        ("logprobs", True),
+        ("top_logprobs", 0),
+        ("top_logprobs", 49152),
+        ("presence_penalty", 1e9),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("logit_bias", {"5": 100}),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "text", "strict": True}),
+        ("chat_template", "{{ messages }}"),
+        ("chat_template_kwargs", {"chat_template": "x"}),
+        ("continue_final_message", True),
+        ("add_generation_prompt", False),
+        ("cache_salt", "mine"),
+        ("prompt_logprobs", 1),
+        ("bad_words", ["x"]),
+        ("structured_outputs", {}),
+        ("priority", 5),
+        ("store", True),
+        ("reasoning_effort", "high"),
+        ("modalities", ["text", "audio"]),
+        ("lora", "../../etc/passwd"),
+    ],
+)
+def test_a_known_field_that_is_not_served_is_refused_by_name(field: str, value: Any) -> None:
+    error = refusal(**{field: value})
+
+    assert isinstance(error, UnsupportedField)
+    assert error.param == field
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    request = parse(
+        n=1,
+        logprobs=False,
+        top_logprobs=None,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias={},
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        parallel_tool_calls=True,
+        add_generation_prompt=True,
+        skip_special_tokens=True,
+        temperature=None,
+        top_p=None,
+        stop=None,
+        max_tokens=None,
+        stream=None,
+        stream_options=None,
+        service_tier="auto",
+    )
+
+    assert request == parse()
+
+
+def test_an_unknown_field_is_refused_and_a_close_one_is_offered() -> None:
+    error = refusal(temprature=0.5)
+
+    assert error.param == "temprature"
+    assert "'temperature'" in error.message
+
+
+def test_a_huge_unknown_name_is_shortened() -> None:
+    error = refusal(**{"x" * 10_000: 1})
+
+    assert len(error.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ("Hi", "messages"),
+        ([], "messages"),
+        ([{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1), "messages"),
+        ([5], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "wizard", "content": "x"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}],
+            "messages[0].content[0].type",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "user", "content": "x", "name": "bob"}],
+            "messages[1].name",
+        ),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x", "colour": 1}], "messages[0].colour"),
+    ],
+)
+def test_wrong_messages_are_refused_by_their_place(messages: Any, param: str) -> None:
+    assert refusal(messages=messages).param == param
+
+
+def test_content_parts_are_joined_and_developer_speaks_as_system() -> None:
+    request = parse(
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            # An answer sent back as the client got it.
+            {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []},
+        ]
+    )
+
+    assert request.messages == (
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "a\nb"),
+        ChatMessage("assistant", "c"),
+    )
+
+
+@pytest.mark.parametrize("name", ["other", "../../etc/passwd", "/etc/passwd", "C:\\x", "a\u0000b", "x" * 10_240])
+def test_another_model_is_not_found_and_its_name_is_made_safe(name: str) -> None:
+    error = refusal(model=name)
+
+    assert isinstance(error, ModelNotFound)
+    assert len(error.message) < 200
+    assert error.message.isprintable()
+
+
+@pytest.mark.parametrize("name", ["", None, 5, ["tiny"]])
+def test_a_model_must_be_named(name: Any) -> None:
+    error = refusal(model=name)
+
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "model"
+
+
+def test_two_different_limits_are_refused() -> None:
+    assert refusal(max_tokens=5, max_completion_tokens=6).param == "max_completion_tokens"
+    assert parse(max_tokens=5, max_completion_tokens=5).max_output_tokens == 5
+
+
+def test_min_tokens_must_fit_below_max_tokens() -> None:
+    assert refusal(max_tokens=5, min_tokens=6).param == "min_tokens"
+
+
+def test_stream_options_need_a_stream() -> None:
+    assert refusal(stream_options={"include_usage": True}).param == "stream_options"
+    assert refusal(stream=True, stream_options=[]).param == "stream_options"
+    assert refusal(stream=True, stream_options={"include_usage": 1}).param == "stream_options.include_usage"
+    assert refusal(stream=True, stream_options={"x": 1}).param == "stream_options.x"
+    assert refusal(stream=True, stream_options={"include_obfuscation": True}).param is not None
+
+
+def test_top_k_may_say_all_in_two_ways() -> None:
+    assert parse(top_k=-1).top_k is None
+    assert parse(top_k=0).top_k is None
+    assert parse(top_k=1000).top_k == 1000
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    assert parse(temperature=1e-4).temperature == 0.0
+    assert parse(temperature=0.001).temperature == 0.001
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"hello",
+        b"[]",
+        b'"x"',
+        b"5",
+        b"null",
+        b'{"temperature": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"temperature": -Infinity}',
+        b'{"temperature": 1e999}',
+        b'{"model": "\\ud83d"}',
+        b'{"model": "\\udc00x"}',
+        b'{"model": "\xff"}',
+        b"\xef\xbb\xbf{}",
+        b"[" * 100_000,
+        b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_json(raw)
+
+
+def test_the_head_of_a_wrong_request_is_still_read() -> None:
+    head = read_head({"model": "m\n" + "x" * 100, "stream": True, "messages": 5})
+
+    assert head.model_name.startswith("m?x")
+    assert len(head.model_name) == 64
+    assert head.is_streaming
+    assert not read_head({"stream": "yes", "model": 5}).is_streaming
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELD_NAMES = st.sampled_from(sorted(SERVED_FIELDS | {"n", "logit_bias", "tools", "response_format", "priority"}))
+
+
+@given(st.dictionaries(FIELD_NAMES, JSON_VALUES, max_size=4))
+def test_any_json_is_parsed_or_refused_with_an_error_that_is_json(fields: dict[str, Any]) -> None:
+    try:
+        request: ValidChatCompletion | None = parse(**fields)
+        answer: dict[str, Any] = {}
+    except OctavoError as error:
+        request, answer = None, {"message": error.message, "param": error.param}
+
+    assert orjson.dumps(answer)
+    assert request is None or (0 <= request.temperature <= 2 and request.messages)
+
+
+def test_every_parameter_of_openais_client_is_known() -> None:
+    signature = inspect.signature(openai.resources.chat.Completions.create)
+    names = set(signature.parameters) - {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+
+    unknown = {
+        name for name in names if name not in SERVED_FIELDS and "Unknown" in refusal(**{name: object()}).message
+    }
+
+    assert len(names) > 30
+    assert unknown == set()

@@ -1,0 +1,139 @@
+"""From tokens to text: stop strings, whole characters, and the same text however tokens are cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.text import ModelText
+from services.gateway.generation import EngineUsage, FinishReason, GenerationFinished
+from services.gateway.output_text import OutputText
+
+NO_USAGE = EngineUsage(0, 0, 0, 0, 0.0)
+
+
+def finished(reason: FinishReason = FinishReason.STOP, stop_token_id: int | None = None) -> GenerationFinished:
+    return GenerationFinished(reason, stop_token_id, NO_USAGE)
+
+
+def read(
+    model_text: ModelText, steps: Sequence[Sequence[int]], stop_strings: Sequence[str] = (), min_tokens: int = 0
+) -> tuple[list[str], FinishReason | None, int]:
+    """Feed steps, the end with the last; returns the pieces, why it ended, and the tokens to pay for."""
+    output = OutputText(model_text.tokenizer, stop_strings=stop_strings, min_output_tokens=min_tokens)
+    pieces: list[str] = []
+    for index, step in enumerate(steps):
+        delta = output.take(step, finished(FinishReason.LENGTH) if index == len(steps) - 1 else None)
+        pieces.append(delta.text)
+        if delta.finish_reason is not None:
+            return pieces, delta.finish_reason, output.num_tokens
+    return pieces, None, output.num_tokens
+
+
+def encode(model_text: ModelText, text: str) -> list[int]:
+    return model_text.tokenizer.encode(text, allow_special=False)
+
+
+def test_a_character_is_shown_when_it_is_whole(model_text: ModelText) -> None:
+    token_ids = encode(model_text, "a 🦜 b")
+    assert len(token_ids) > 4, "the emoji must be several tokens for this test"
+
+    pieces, reason, num_tokens = read(model_text, [[token_id] for token_id in token_ids])
+
+    assert "".join(pieces) == "a 🦜 b"
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert reason is FinishReason.LENGTH
+    assert num_tokens == len(token_ids)
+
+
+def test_an_unfinished_character_at_the_end_is_replaced(model_text: ModelText) -> None:
+    emoji = encode(model_text, "🦜")
+    assert len(emoji) > 1
+
+    pieces, _, _ = read(model_text, [emoji[:1]])
+
+    assert "".join(pieces) == "\ufffd"
+
+
+def test_the_token_that_ended_the_output_is_counted_and_not_shown(model_text: ModelText) -> None:
+    output = OutputText(model_text.tokenizer, stop_strings=(), min_output_tokens=0)
+    token_ids = encode(model_text, "yes no")
+
+    delta = output.take(token_ids, finished(stop_token_id=token_ids[-1]))
+
+    assert delta.text == "yes"
+    assert delta.finish_reason is FinishReason.STOP
+    assert output.num_tokens == len(token_ids)
+
+
+def test_a_stop_string_ends_the_text_before_it_and_the_count_with_its_token(model_text: ModelText) -> None:
+    token_ids = encode(model_text, "one two three four")
+    assert len(token_ids) == 4
+
+    pieces, reason, num_tokens = read(model_text, [token_ids], stop_strings=[" three"])
+
+    assert "".join(pieces) == "one two"
+    assert reason is FinishReason.STOP
+    assert num_tokens == 3
+
+
+def test_nothing_of_a_stop_string_over_several_tokens_is_ever_shown(model_text: ModelText) -> None:
+    token_ids = encode(model_text, "say <<END>> now")
+
+    pieces, reason, _ = read(model_text, [[token_id] for token_id in token_ids], stop_strings=["<<END>>"])
+
+    assert "".join(pieces) == "say "
+    assert reason is FinishReason.STOP
+
+
+def test_the_beginning_of_a_stop_string_is_shown_when_it_does_not_come(model_text: ModelText) -> None:
+    token_ids = encode(model_text, "say <<EN")
+
+    pieces, reason, _ = read(model_text, [[token_id] for token_id in token_ids], stop_strings=["<<END>>"])
+
+    assert "".join(pieces) == "say <<EN"
+    assert reason is FinishReason.LENGTH
+
+
+def test_stop_strings_wait_for_the_minimum_of_tokens(model_text: ModelText) -> None:
+    token_ids = encode(model_text, "one two one two one")
+
+    pieces, reason, num_tokens = read(model_text, [token_ids], stop_strings=[" two"], min_tokens=3)
+
+    assert "".join(pieces) == "one two one"
+    assert reason is FinishReason.STOP
+    assert num_tokens == 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_cut_into_steps_gives_the_same_text_end_and_count(model_text: ModelText, data: st.DataObject) -> None:
+    text = data.draw(st.text(alphabet="ab<|E> \n😀é中", max_size=40))
+    token_ids = encode(model_text, text) or [1]
+    stop_strings = data.draw(st.lists(st.text(alphabet="ab<|E> 😀", min_size=1, max_size=4), max_size=3))
+    min_tokens = data.draw(st.integers(0, 3))
+    steps: list[list[int]] = []
+    rest = list(token_ids)
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        steps.append(rest[:size])
+        rest = rest[size:]
+
+    pieces, reason, num_tokens = read(model_text, steps, stop_strings, min_tokens)
+
+    whole, whole_reason, whole_num_tokens = read(model_text, [token_ids], stop_strings, min_tokens)
+    assert ("".join(pieces), reason, num_tokens) == ("".join(whole), whole_reason, whole_num_tokens)
+    if min_tokens == 0:
+        assert not any(stop_string in "".join(pieces) for stop_string in stop_strings)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_an_end_without_tokens_passes_its_reason_on(model_text: ModelText, reason: FinishReason) -> None:
+    output = OutputText(model_text.tokenizer, stop_strings=["x"], min_output_tokens=0)
+
+    delta = output.take([], finished(reason))
+
+    assert (delta.text, delta.finish_reason, output.num_tokens) == ("", reason, 0)

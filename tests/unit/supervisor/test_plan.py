@@ -1,0 +1,175 @@
+"""The plan of processes: names, commands, order."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from libs.config import ConfigError
+from services.supervisor.config import TierKey, UpOptions
+from services.supervisor.plan import Places, ProcessPlan, StopStage, UpPlan, plan_processes
+
+_PLACES = Places(
+    data_dir=Path("/data"),
+    socket_dir=Path("/run/o"),
+    tier_command=("octavo",),
+    gateway_port=8000,
+    served_model_name="name",
+    num_cores=8,
+    clickhouse_port=8123,
+    valkey_binary=Path("/bin/valkey-server"),
+)
+
+
+def _plan(*flags: str, places: Places = _PLACES, keys: tuple[TierKey, ...] = ()) -> UpPlan:
+    options = UpOptions.parse(flags, {})
+    return plan_processes(dataclasses.replace(options, tier_keys=keys), places)
+
+
+def _process(plan: UpPlan, name: str) -> ProcessPlan:
+    return next(process for process in plan.processes if process.name == name)
+
+
+def test_runs_every_tier_once_and_a_pair_for_each_engine() -> None:
+    names = {process.name for process in _plan("--engines", "2").processes}
+
+    assert names == {
+        "valkey",
+        "clickhouse",
+        "worker-0",
+        "worker-1",
+        "engine-0",
+        "engine-1",
+        "router",
+        "gateway",
+        "telemetry",
+    }
+
+
+def test_tiers_find_each_other_over_sockets() -> None:
+    plan = _plan("--engines", "2", "--model", "some.gguf")
+
+    assert _process(plan, "engine-1").command == (
+        "octavo",
+        "engine",
+        "--engine-id=engine-1",
+        "--listen-address=unix:/run/o/engine-1.sock",
+        "--worker-addresses=unix:/run/o/worker-1.sock",
+        "--model-name=name",
+        "--redis-url=unix:///run/o/valkey.sock",
+    )
+    assert _process(plan, "worker-1").command[:5] == (
+        "octavo",
+        "worker",
+        "--instance-id=worker-1",
+        "--listen-address=unix:/run/o/worker-1.sock",
+        "--model=some.gguf",
+    )
+    gateway = _process(plan, "gateway").command
+    assert "--router-address=unix:/run/o/router.sock" in gateway
+    assert "--telemetry-address=unix:/run/o/telemetry.sock" in gateway
+    assert "--clickhouse-url=http://127.0.0.1:8123" in _process(plan, "telemetry").command
+
+
+def test_a_socket_path_is_the_address_that_the_process_is_probed_at() -> None:
+    for process in _plan("--engines", "2").processes:
+        if process.socket_path is not None:
+            assert process.address == f"unix:{process.socket_path}"
+            assert f"--listen-address={process.address}" in process.command
+
+
+def test_given_stores_replace_the_embedded_ones() -> None:
+    places = dataclasses.replace(_PLACES, clickhouse_port=None, valkey_binary=None)
+
+    plan = _plan("--redis-url", "redis://r", "--clickhouse-url", "http://c", places=places)
+
+    assert {"valkey", "clickhouse"}.isdisjoint(process.name for process in plan.processes)
+    assert "--redis-url=redis://r" in _process(plan, "router").command
+    assert "--clickhouse-url=http://c" in _process(plan, "telemetry").command
+    assert all(process.start_after == () for process in plan.processes)
+
+
+def test_settings_reach_every_process_of_their_tier_after_the_file() -> None:
+    plan = _plan("--engines", "2", "--set", "worker.runner=stub", "--set", "engine.num_blocks=7")
+
+    for number in range(2):
+        assert _process(plan, f"worker-{number}").command[-1] == "--runner=stub"
+        assert _process(plan, f"engine-{number}").command[-1] == "--num-blocks=7"
+    assert "--runner=stub" not in _process(plan, "gateway").command
+
+
+def test_every_tier_reads_the_given_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[worker]\nnum_threads = 1\n")
+
+    plan = _plan("--config", str(file))
+
+    tiers = [process for process in plan.processes if process.name != "valkey"]
+    assert all(process.command[2:4] == ("--config", str(file)) for process in tiers)
+
+
+@pytest.mark.parametrize("setting", ["worker.model=x", "gateway.port=1", "engine.listen-address=unix:/x"])
+def test_refuses_a_setting_that_up_decides_itself(setting: str) -> None:
+    with pytest.raises(ConfigError, match="itself, so it cannot be set by --set"):
+        _plan("--set", setting)
+
+
+def test_refuses_a_key_of_the_file_that_would_be_ignored() -> None:
+    key = TierKey("gateway", "port", "[gateway] in octavo.toml")
+
+    with pytest.raises(ConfigError, match=r"gateway\.port itself, so .* \[gateway\] in octavo\.toml"):
+        _plan(keys=(key,))
+
+
+def test_replicas_share_the_cores_and_the_memory() -> None:
+    alone, shared = _plan(), _plan("--engines", "3")
+
+    assert not any("threads" in part or "fraction" in part for part in _process(alone, "worker-0").command)
+    assert _process(shared, "worker-2").command[-2:] == ("--num-threads=2", "--kv-cache-memory-fraction=0.2000")
+
+
+def test_what_the_user_says_about_cores_and_memory_stands() -> None:
+    keys = (TierKey("worker", "kv_cache_memory_fraction", "the environment"),)
+
+    plan = _plan("--engines", "3", "--set", "worker.num_threads=1", keys=keys)
+
+    worker = _process(plan, "worker-0").command
+    assert [part for part in worker if "threads" in part or "fraction" in part] == ["--num-threads=1"]
+
+
+def test_senders_end_before_those_who_serve_them_and_stores_last() -> None:
+    stages = {process.name: process.stop_stage for process in _plan().processes}
+
+    assert sorted(stages, key=stages.__getitem__) == [
+        "gateway",
+        "engine-0",
+        "worker-0",
+        "router",
+        "telemetry",
+        "clickhouse",
+        "valkey",
+    ]
+    assert len(StopStage) == len(stages)
+
+
+def test_readiness_does_not_wait_for_the_audit_store() -> None:
+    waiting = {process.name: process.gates_readiness for process in _plan().processes}
+
+    assert waiting.pop("clickhouse") is False
+    assert all(waiting.values())
+
+
+def test_every_dependency_is_a_process_of_the_plan() -> None:
+    processes = _plan("--engines", "2").processes
+    names = {process.name for process in processes}
+
+    assert {name for process in processes for name in process.start_after} == {"valkey"} & names
+
+
+def test_probes_a_wildcard_address_on_the_loopback_and_prints_what_was_asked_for() -> None:
+    plan = _plan("--host", "::")
+
+    assert plan.base_url == "http://[::]:8000"
+    assert getattr(_process(plan, "gateway").probe, "host", None) == "::1"

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import quantize
+from transformers import LlamaForCausalLM
+
+from libs.errors import ModelLoadFailed
+from services.worker.models.llama import LlamaModel
+from services.worker.weight_files import open_weights
+from services.worker.weights import (
+    FrequencyFactors,
+    Llama3RopeScaling,
+    WeightReader,
+    WeightSource,
+)
+from tests.unit.worker.small_models import random_llama, save_model
+
+GgufType = gguf.GGMLQuantizationType
+
+
+def load_all(source: WeightSource) -> WeightReader:
+    """Read everything that a model needs, with all checks."""
+    reader = WeightReader(source, torch.float32, lambda done, total: None)
+    LlamaModel(source.config, reader, torch.float32)
+    return reader
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Put rows in the order of GGUF's llama architecture: the two values of a rotated pair side by side."""
+    rows, columns = weight.shape
+    halves = weight.reshape(num_heads, 2, rows // num_heads // 2, columns)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
+
+
+def _gguf_name(names: gguf.TensorNameMap, name: str) -> str:
+    return names.get_name(name, try_suffixes=(".weight",)) or name
+
+
+def write_gguf(model: LlamaForCausalLM, path: Path, kind: GgufType = GgufType.F32, **changes: Any) -> Path:
+    """Write the model as llama.cpp's converter would; ``changes`` add metadata of any kind."""
+    config = model.config
+    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_token_list([f"w{index}" for index in range(config.vocab_size)])
+    for key, value in changes.items():
+        getattr(writer, f"add_{key}")(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        values = tensor.numpy().astype(np.float32)
+        if "q_proj" in name:
+            values = permuted(values, config.num_attention_heads)
+        if "k_proj" in name:
+            values = permuted(values, num_kv_heads)
+        stored = quantize(values, kind) if values.ndim == 2 else values
+        raw = None if kind in (GgufType.F32, GgufType.F16) or values.ndim == 1 else kind
+        writer.add_tensor(_gguf_name(names, name), stored, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_folder_gives_config_and_tensors(tmp_path: Path) -> None:
+    model = random_llama()
+
+    source = open_weights(save_model(model, tmp_path))
+
+    assert source.config.num_layers == 2
+    assert (source.config.num_heads, source.config.num_kv_heads, source.config.head_dim) == (6, 2, 8)
+    assert not source.config.has_tied_embeddings
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(source.read(name), tensor)
+
+
+def test_a_folder_may_hold_several_files(tmp_path: Path) -> None:
+    source = open_weights(save_model(random_llama(), tmp_path, max_shard_size="40KB"))
+
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert load_all(source).kept_bytes == sum(source.sizes_bytes.values())
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    save_model(random_llama(), tmp_path, max_shard_size="40KB")
+    part = sorted(tmp_path.glob("*.safetensors"))[1]
+    part.unlink()
+
+    with pytest.raises(ModelLoadFailed, match=part.name):
+        open_weights(tmp_path)
+
+
+def test_progress_counts_all_bytes(tmp_path: Path) -> None:
+    source = open_weights(save_model(random_llama(), tmp_path))
+    reports: list[tuple[int, int]] = []
+
+    LlamaModel(
+        source.config,
+        WeightReader(source, torch.float32, lambda done, total: reports.append((done, total))),
+        torch.float32,
+    )
+
+    assert reports == sorted(reports)
+    assert reports[-1][0] == reports[-1][1] == sum(source.sizes_bytes.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"num_key_value_heads": 4}, "cannot share"),
+        ({"intermediate_size": 81}, r"gate_proj.*\(80, 48\).*\(81, 48\)"),
+        ({"num_hidden_layers": 3}, "model.layers.2.*missing"),
+        ({"num_hidden_layers": 1}, "does not use"),
+        ({"tie_word_embeddings": True, "num_hidden_layers": 3}, "missing"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    save_model(random_llama(), tmp_path)
+    edit_config(tmp_path, **changes)
+
+    with pytest.raises(ModelLoadFailed, match=words):
+        load_all(open_weights(tmp_path))
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _torn_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5_000])
+
+
+def _torn_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": ')
+
+
+@pytest.mark.parametrize("damage", [_no_config, _no_weights, _torn_weights, _torn_config])
+def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    save_model(random_llama(), tmp_path)
+    damage(tmp_path)
+
+    with pytest.raises(ModelLoadFailed):
+        load_all(open_weights(tmp_path))
+
+
+def test_llama3_scaling_is_read(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    save_model(random_llama(), tmp_path)
+    edit_config(tmp_path, rope_parameters=rope)
+
+    config = open_weights(tmp_path).config
+
+    assert config.rope_theta == 500_000.0
+    assert config.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_gguf_gives_the_same_as_the_folder(tmp_path: Path, is_tied: bool) -> None:
+    model = random_llama(tie_word_embeddings=is_tied)
+    folder = open_weights(save_model(model, tmp_path / "folder"))
+
+    source = open_weights(write_gguf(model, tmp_path / "model.gguf"))
+
+    config = source.config
+    assert config.has_tied_embeddings is False  # The writer stores the head in both cases.
+    # The file keeps fp32.
+    assert config.rms_norm_eps == pytest.approx(folder.config.rms_norm_eps)
+    assert config == dataclasses.replace(folder.config, rms_norm_eps=config.rms_norm_eps, has_tied_embeddings=False)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(source.read(name), tensor)
+    load_all(source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [
+        (GgufType.F16, 1e-3),
+        (GgufType.BF16, 4e-3),
+        (GgufType.Q8_0, 1e-2),
+        (GgufType.Q5_0, 0.1),
+        (GgufType.Q4_0, 0.2),
+        (GgufType.Q4_1, 0.2),
+    ],
+)
+def test_quantized_gguf_is_near_the_original(tmp_path: Path, kind: GgufType, tolerance: float) -> None:
+    model = random_llama(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
+
+    source = open_weights(write_gguf(model, tmp_path / "model.gguf", kind))
+
+    for name, tensor in model.state_dict().items():
+        assert (source.read(name) - tensor).abs().max() <= tolerance
+    load_all(source)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"expert_count": 4}, "mixture of experts"),
+        ({"rope_scaling_type": gguf.RopeScalingType.YARN}, "yarn"),
+        ({"rope_dimension_count": 4}, "part of each head"),
+    ],
+)
+def test_gguf_variants_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    write_gguf(random_llama(), tmp_path / "model.gguf", **changes)
+
+    with pytest.raises(ModelLoadFailed, match=words):
+        open_weights(tmp_path / "model.gguf")
+
+
+def test_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    with pytest.raises(ModelLoadFailed, match="mamba"):
+        open_weights(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64])
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.gguf").write_bytes(content)
+
+    with pytest.raises(ModelLoadFailed, match=r"model\.gguf"):
+        open_weights(tmp_path / "model.gguf")
+
+
+def test_gguf_frequency_factors_are_read(tmp_path: Path) -> None:
+    model = random_llama()
+    path = tmp_path / "model.gguf"
+    factors = [1.0, 2.0, 4.0, 8.0]
+
+    write_gguf_with_factors(model, path, factors)
+
+    assert open_weights(path).config.rope_scaling == FrequencyFactors(tuple(factors))
+
+
+def write_gguf_with_factors(model: LlamaForCausalLM, path: Path, factors: list[float]) -> None:
+    class Model:
+        """The model with one tensor more."""
+
+        config = model.config
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {**model.state_dict(), "rope_freqs.weight": torch.tensor(factors)}
+
+    write_gguf(Model(), path)  # type: ignore[arg-type]

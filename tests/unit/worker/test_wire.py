@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import pytest
+
+from libs.errors import InvalidRequest, UnsupportedField
+from libs.protogen.generation.v1 import generation_pb2
+from libs.protogen.worker.v1 import worker_pb2
+from services.worker import wire
+from services.worker.step import (
+    FailedSequence,
+    SamplingParams,
+    SequenceFailure,
+    StepResult,
+)
+from tests.unit.worker.small_engine import ints
+
+
+def test_a_step_arrives_as_arrays() -> None:
+    message = worker_pb2.ExecuteStepsRequest(
+        step_id=9,
+        ended_slots=[4],
+        slots=[2, 0],
+        num_scheduled_tokens=[1, 30],
+        num_new_blocks=[0, 2],
+        new_block_ids=[8, 3],
+        new_sequences=[
+            worker_pb2.NewSequence(
+                slot=0,
+                token_ids=[5, 6, 7],
+                num_prompt_tokens=2,
+                num_computed_tokens=1,
+                block_ids=[1],
+                choice_index=3,
+                sampling_params=generation_pb2.SamplingParams(seed=2**64 - 1, max_output_tokens=5),
+            )
+        ],
+    )
+
+    step = wire.step_input_of(message)
+
+    assert step.step_id == 9
+    assert [step.ended_slots.tolist(), step.slots.tolist()] == [[4], [2, 0]]
+    assert step.num_scheduled_tokens.tolist() == [1, 30]
+    assert [step.num_new_blocks.tolist(), step.new_block_ids.tolist()] == [[0, 2], [8, 3]]
+    (sequence,) = step.new_sequences
+    assert sequence.token_ids.tolist() == [5, 6, 7]
+    assert (sequence.num_prompt_tokens, sequence.num_computed_tokens, sequence.choice_index) == (2, 1, 3)
+    assert sequence.block_ids.tolist() == [1]
+    assert sequence.sampling_params == SamplingParams(seed=2**64 - 1)
+
+
+def sequence_with(params: generation_pb2.SamplingParams) -> worker_pb2.ExecuteStepsRequest:
+    return worker_pb2.ExecuteStepsRequest(
+        new_sequences=[worker_pb2.NewSequence(slot=6, token_ids=[1], num_prompt_tokens=1, sampling_params=params)]
+    )
+
+
+def test_all_served_parameters_arrive() -> None:
+    message = sequence_with(
+        generation_pb2.SamplingParams(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=7,
+            min_p=0.1,
+            seed=3,
+            max_output_tokens=10,
+            min_output_tokens=2,
+            stop_token_ids=[4],
+            ignore_eos=True,
+            presence_penalty=0.25,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            logit_bias={8: 2.0},
+            allowed_token_ids=[1, 2],
+            bad_words=[generation_pb2.TokenSequence(token_ids=[5, 6])],
+        )
+    )
+
+    (sequence,) = wire.step_input_of(message).new_sequences
+
+    assert sequence.sampling_params == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        seed=3,
+        min_output_tokens=2,
+        stop_token_ids=(4,),
+        ignore_eos=True,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias=((8, 2.0),),
+        allowed_token_ids=(1, 2),
+        bad_words=((5, 6),),
+    )
+
+
+def test_every_parameter_is_either_served_or_refused() -> None:
+    served = set(SamplingParams.__dataclass_fields__)
+    # The engine alone applies this one.
+    known = served | set(wire._UNSERVED_FIELDS) | {"max_output_tokens"}
+
+    assert {field.name for field in generation_pb2.SamplingParams.DESCRIPTOR.fields} == known
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        generation_pb2.SamplingParams(num_logprobs=0),
+        generation_pb2.SamplingParams(num_prompt_logprobs=2),
+        generation_pb2.SamplingParams(grammar=generation_pb2.Grammar(regex="a+")),
+    ],
+)
+def test_what_is_not_served_refuses_its_sequence(params: generation_pb2.SamplingParams) -> None:
+    step = wire.step_input_of(sequence_with(params))
+
+    assert step.new_sequences == ()
+    (refused,) = step.refused_sequences
+    assert refused.slot == 6
+    assert isinstance(refused.error, UnsupportedField)
+
+
+def test_a_value_out_of_range_refuses_its_sequence() -> None:
+    (refused,) = wire.step_input_of(sequence_with(generation_pb2.SamplingParams(temperature=-1))).refused_sequences
+
+    assert isinstance(refused.error, InvalidRequest)
+    assert refused.error.param == "temperature"
+
+
+def test_a_result_leaves_as_arrays() -> None:
+    result = StepResult(
+        step_id=4,
+        slots=ints(1, 0),
+        num_tokens=ints(1, 1),
+        token_ids=ints(40, 41),
+        failed_sequences=(FailedSequence(7, SequenceFailure.INVALID_LOGITS),),
+        num_computed_tokens=2,
+        duration_seconds=0.25,
+    )
+
+    message = wire.step_response(result)
+
+    assert (list(message.slots), list(message.num_tokens), list(message.token_ids)) == ([1, 0], [1, 1], [40, 41])
+    assert message.step_duration.nanos == 250_000_000
+    (failed,) = message.failed_sequences
+    assert (failed.slot, failed.failure) == (7, worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tensor_parallel_size": 2}, {"rank": 1}, {"block_size": 0}, {"max_num_seqs": 0}, {"max_model_len": 0}],
+)
+def test_a_load_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
+    values = {
+        "rank": 0,
+        "tensor_parallel_size": 1,
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+    }
+
+    with pytest.raises(InvalidRequest):
+        wire.load_request_of(worker_pb2.LoadModelRequest(**(values | changes)))
