@@ -36,9 +36,9 @@ class _Client:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """Close the channel; calls that still run are cancelled."""
-        await self._channel.close()
+    async def close(self, grace_seconds: float = 0.0) -> None:
+        """Close the channel; calls that still run after the grace are cancelled."""
+        await self._channel.close(grace_seconds)
 
 
 class GenerationCall:

@@ -93,7 +93,8 @@ class EngineDirectory:
         lengths = [engine.max_model_len for engine in self.engines if engine.max_model_len]
         self._max_model_len = min(lengths, default=self._max_model_len)
         for address in self._clients.keys() - addresses:
-            await self._clients.pop(address).close()
+            # Somebody may be asking it at this moment.
+            await self._clients.pop(address).close(self._answer_timeout_seconds)
 
     async def ask_all(self, timeout_seconds: float) -> list[EngineStatus]:
         """Ask all known engines what they are doing now; those that do not answer in time are left out."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import random
 import time
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from libs.config import load
-from libs.errors import InternalError
 from libs.kv import HashContract
 from libs.lifecycle import Lifecycle, run
 from libs.obs import configure_logging, get_logger
@@ -36,6 +34,7 @@ from services.gateway.engine_directory import EngineDirectory
 from services.gateway.engine_streams import EngineStreams
 from services.gateway.failover import FailoverSettings, Generations
 from services.gateway.http_body import BodyLimits
+from services.gateway.http_server import HttpServer
 from services.gateway.identity import Authenticator, cache_salt_secret, read_api_keys
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.placement import Placements, RouterPlacements
@@ -48,8 +47,7 @@ log = get_logger("gateway")
 
 # Interrupted requests need a moment to tell their clients.
 _INTERRUPTION_SECONDS = 1.5
-_CLOSE_CONNECTIONS_SECONDS = 0.5
-_KEEP_ALIVE_SECONDS = 75.0
+_LAST_ACCOUNTS_SECONDS = 0.5
 
 
 def main(argv: Sequence[str]) -> None:
@@ -68,7 +66,10 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
             background.append(tasks.create_task(foundation.router.run()))
         streams = EngineStreams(max_requests=config.max_concurrent_requests, tasks=tasks)
         app = _make_app(config, foundation, streams, tasks)
-        await _listen(app, config, stack)
+        server = HttpServer(app, config.host, config.port)
+        stack.push_async_callback(server.stop)
+        host, port = await server.start()
+        log.info("gateway listens", host=host, port=port)
 
         await lifecycle.wait_for_shutdown()
 
@@ -230,30 +231,6 @@ def _make_app(
     return make_app(parts, max_body_bytes=config.max_body_bytes)
 
 
-async def _listen(app: web.Application, config: GatewayConfig, stack: AsyncExitStack) -> None:
-    """Take requests; raises InternalError when the address cannot be had."""
-    runner = web.AppRunner(
-        app,
-        # A client that leaves cancels its handler, also while that waits for an engine.
-        handler_cancellation=True,
-        auto_decompress=False,
-        # An idle connection is closed after this, also one that never sent a request.
-        keepalive_timeout=_KEEP_ALIVE_SECONDS,
-        access_log=None,
-        # Faults of handlers are answered and logged by ours; what is left is noise of broken connections.
-        logger=_silent_logger(),
-        shutdown_timeout=_CLOSE_CONNECTIONS_SECONDS,
-    )
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    try:
-        await web.TCPSite(runner, config.host, config.port).start()
-    except OSError as error:
-        raise InternalError(f"Cannot listen on {config.host}:{config.port}: {error.strerror}.") from error
-    host, port = runner.addresses[0][:2]
-    log.info("gateway listens", host=host, port=port)
-
-
 async def _drain(config: GatewayConfig, foundation: _Foundation) -> None:
     """Let running requests finish within their time, then end those that are left with an error."""
     admission = foundation.admission
@@ -263,11 +240,4 @@ async def _drain(config: GatewayConfig, foundation: _Foundation) -> None:
         num_requests = admission.interrupt_all(draining_error())
         log.warning("requests outlived the drain", num_requests=num_requests)
         await admission.wait_empty(_INTERRUPTION_SECONDS)
-    await foundation.ledger.wait_all_closed(config.abort_settle_seconds + _CLOSE_CONNECTIONS_SECONDS)
-
-
-def _silent_logger() -> logging.Logger:
-    logger = logging.getLogger("octavo.gateway.http")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    return logger
+    await foundation.ledger.wait_all_closed(config.abort_settle_seconds + _LAST_ACCOUNTS_SECONDS)

@@ -102,7 +102,7 @@ class UpPlan:
 
 
 # What a gateway may take after its streams have ended, to hand over its last records.
-_AFTER_DRAIN_SECONDS = 10.0
+_AFTER_DRAIN_SECONDS = 13.0
 # What the KV caches of all replicas of one machine may take of its free memory.
 _KV_CACHE_MEMORY_FRACTION = 0.6
 _HEALTH_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}

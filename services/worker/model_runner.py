@@ -20,6 +20,7 @@ from services.worker.config import WeightsType, WorkerConfig, parse_size
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.kv_cache import CacheBudget, KVCache, measure_memory, plan_kv_cache
 from services.worker.layers.attention import StepLayout
+from services.worker.layers.threads import OperatorThreads
 from services.worker.logits_processors import TokenHistory
 from services.worker.models.llama import ForwardBatch, LlamaModel
 from services.worker.sampler import Sampler
@@ -66,7 +67,7 @@ class TorchRunner:
             source, self._dtype, lambda done, total: on_progress(LoadProgress("reading weights", done, total))
         )
         with torch.inference_mode():
-            model = LlamaModel(source.config, reader, self._dtype)
+            model = LlamaModel(source.config, reader, self._dtype, OperatorThreads(self._config.num_threads_used))
             on_progress(LoadProgress("allocating the KV cache", reader.total_bytes, reader.total_bytes))
             cache = self._allocate_cache(request, source.config)
         limits = BatchLimits(

@@ -27,8 +27,8 @@ from services.worker.step import IntArray, SamplingParams
 # A temperature below this would overflow; at this value already the most likely token always wins.
 _LEAST_TEMPERATURE = 1e-6
 
-# How far below the greatest scaled logit the candidates of a filter are sought, nearest first.
-_SEARCH_DEPTHS = (6.0, 12.0, math.inf)
+# Candidates for which it is faster to compute all their noise than to search all tokens for those that can win.
+_MAX_CANDIDATES_EACH = 1_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +126,11 @@ class Sampler:
             top_p=torch.from_numpy(self._top_p[slots]),
             min_p=torch.from_numpy(self._min_p[slots]),
         )
-        return draw_from_candidates(scores, scores >= filters.thresholds(scores)[:, None], keys)
+        is_kept = scores >= filters.thresholds(scores)[:, None]
+        if is_kept.sum() <= _MAX_CANDIDATES_EACH * len(scores):
+            return draw_from_candidates(scores, is_kept, keys)
+        # The same result: what is masked cannot win.
+        return draw_from_all(scores.masked_fill_(~is_kept, -math.inf), best_ids, keys)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
@@ -148,50 +152,19 @@ class Filters:
 
     def thresholds(self, scores: Tensor) -> Tensor:
         """Return the least score that each row keeps, for ``scores`` ``[num_rows, vocab_size]`` of at most 0."""
-        thresholds = torch.empty(len(scores), dtype=scores.dtype)
-        open_rows = torch.arange(len(scores))
-        for depth in _SEARCH_DEPTHS:
-            found, is_found = self._take(open_rows)._thresholds_within(scores[open_rows], depth)
-            thresholds[open_rows[is_found]] = found[is_found]
-            open_rows = open_rows[~is_found]
-            if not len(open_rows):
-                break
-        return thresholds
-
-    def _take(self, rows: Tensor) -> Filters:
-        return Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows])
-
-    def _thresholds_within(self, scores: Tensor, depth: float) -> tuple[Tensor, Tensor]:
-        """Look at the scores from ``-depth`` on only; also tell for which rows these were enough."""
-        ranked, counts = _ranked(scores, depth)
-        vocab_size = scores.shape[1]
-        has_kth = self.top_k <= counts
-        kth = ranked.gather(1, (self.top_k.minimum(counts) - 1)[:, None])[:, 0]
-        least_by_share = self.min_p.log().to(scores.dtype)
-        floor = torch.maximum(torch.where(has_kth, kth, -math.inf), least_by_share)
-        # A k-th score that is too deep to be seen does not matter if min_p cuts above it.
-        is_found = has_kth | (self.top_k >= vocab_size) | (least_by_share >= -depth)
-        needs_nucleus = self.top_p < 1.0
-        if not needs_nucleus.any():
-            return floor, is_found
-
-        kept_mass = scores.exp().mul_(scores >= floor[:, None]).sum(-1, dtype=torch.float64)
-        running = ranked.exp().mul_(ranked >= floor[:, None]).cumsum(-1, dtype=torch.float64)
-        is_enough = running >= (self.top_p * kept_mass)[:, None]
-        has_nucleus = is_enough.any(-1)
-        last = is_enough.int().argmax(-1)  # The first place where it is enough.
-        # There is none while the search must go deeper, or when rounding leaves all mass short of a top_p near 1.
-        nucleus = torch.where(has_nucleus, ranked.gather(1, last[:, None])[:, 0], -math.inf)
-        is_found &= ~needs_nucleus | has_nucleus | (depth == math.inf)
-        return torch.where(needs_nucleus, torch.maximum(floor, nucleus), floor), is_found
+        ranked = _ranked(scores)
+        kth = ranked.gather(1, (self.top_k - 1)[:, None])[:, 0]
+        floor = torch.maximum(kth, self.min_p.log().to(scores.dtype))
+        if not (self.top_p < 1.0).any():
+            return floor
+        mass = ranked.exp().mul_(ranked >= floor[:, None]).cumsum(-1, dtype=torch.float64)
+        # The first place at which the mass is reached; what is kept from there on has no mass to add.
+        last = torch.searchsorted(mass, (self.top_p * mass[:, -1])[:, None])
+        nucleus = ranked.gather(1, last)[:, 0]
+        return torch.where(self.top_p < 1.0, torch.maximum(floor, nucleus), floor)
 
 
-def _ranked(scores: Tensor, depth: float) -> tuple[Tensor, Tensor]:
-    """Return each row's scores from ``-depth`` on in falling order, padded with -inf, and their number."""
-    is_near = scores >= -depth
-    counts = is_near.sum(-1)
-    rows, columns = is_near.nonzero(as_tuple=True)
-    ranked = torch.full((len(scores), int(counts.max())), -math.inf, dtype=scores.dtype)
-    first = counts.cumsum(0) - counts
-    ranked[rows, torch.arange(len(rows)) - first[rows]] = scores[rows, columns]
-    return ranked.sort(-1, descending=True).values, counts
+def _ranked(scores: Tensor) -> Tensor:
+    """Return each row in falling order."""
+    # numpy sorts values alone, several times as fast as torch, which sorts their places along with them.
+    return torch.from_numpy(np.sort(scores.neg().numpy(), axis=-1)).neg_()

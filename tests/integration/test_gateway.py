@@ -442,6 +442,39 @@ async def test_a_body_over_the_limit_is_refused_with_and_without_a_length(stand:
     assert statuses == [(413, "payload_too_large")] * 2
 
 
+@pytest.mark.parametrize(
+    "raw", [b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n"]
+)
+async def test_what_is_no_http_is_answered_in_openais_shape(stand: Stand, raw: bytes) -> None:
+    port = int(stand.gateway.base_url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+    writer.write(raw)
+    answer = await reader.read()
+    writer.close()
+
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.split()[1] == b"400"
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_that_breaks_off_harms_nobody(stand: Stand) -> None:
+    port = int(stand.gateway.base_url.rpartition(":")[2])
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    for rest in (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + rest)
+        await writer.drain()
+        writer.close()
+
+    status, _, _ = await post(stand)
+
+    assert status == 200
+    async with asyncio.timeout(10):
+        while await stand.gateway.metric("octavo_gateway_requests_in_flight"):
+            await asyncio.sleep(0.02)
+
+
 async def test_a_clients_request_id_is_echoed_and_recorded_beside_ours(stand: Stand) -> None:
     for sent, echoed in (("my-id-1", "my-id-1"), ("x" * 200, None), ("two words", None)):
         async with stand.gateway.http.post(

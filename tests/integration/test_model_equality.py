@@ -11,6 +11,7 @@ from libs.text import resolve_model_path
 from services.worker.config import WeightsType, WorkerConfig
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
+from services.worker.layers.threads import OperatorThreads
 from services.worker.model_runner import TorchRunner
 from services.worker.models.llama import ForwardBatch, LlamaModel
 from services.worker.step import LoadedModel, SamplingParams
@@ -50,7 +51,8 @@ def fp32() -> tuple[TorchRunner, LoadedModel]:
 @pytest.mark.parametrize("chunks", [[300], [64] * 4 + [44], [1, 15, 16, 17, 251]])
 def test_logits_of_every_position_equal_transformers(reference: torch.nn.Module, chunks: list[int]) -> None:
     source = open_weights(resolve_model_path(MODEL))
-    model = LlamaModel(source.config, WeightReader(source, torch.float32, lambda done, total: None), torch.float32)
+    reader = WeightReader(source, torch.float32, lambda done, total: None)
+    model = LlamaModel(source.config, reader, torch.float32, OperatorThreads(NUM_THREADS))
     bytes_per_block = 30 * BLOCK_SIZE * 2 * 3 * 64 * 4
     plan = KVCachePlan(num_blocks=20, block_size=BLOCK_SIZE, bytes_per_block=bytes_per_block)
     cache = KVCache(source.config, plan, torch.float32)

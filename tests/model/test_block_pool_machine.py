@@ -141,4 +141,4 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPoolMachine = BlockPoolMachine.TestCase
-TestBlockPoolMachine.settings = machine_settings(max_examples=120, step_count=40)
+TestBlockPoolMachine.settings = machine_settings(max_examples=200, step_count=40)

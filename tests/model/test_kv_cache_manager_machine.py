@@ -192,4 +192,4 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
 
 
 TestKVCacheManagerMachine = KVCacheManagerMachine.TestCase
-TestKVCacheManagerMachine.settings = machine_settings(max_examples=100, step_count=30)
+TestKVCacheManagerMachine.settings = machine_settings(max_examples=160, step_count=30)

@@ -182,4 +182,4 @@ def request_with_id(request: Request, request_id: str, now: float) -> Request:
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = machine_settings(max_examples=100, step_count=30)
+TestSchedulerMachine.settings = machine_settings(max_examples=160, step_count=30)

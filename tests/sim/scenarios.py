@@ -238,9 +238,9 @@ def the_first_in_line_is_not_overtaken() -> Stage:
     return stage
 
 
-def blocks_of_a_running_prefill_are_promised() -> Stage:
-    """a has taken four of its ten blocks so far; b must not be admitted into the other six."""
-    stage = _stage(blocks_of_a_running_prefill_are_promised, num_blocks=12)
+def waits_for_room_beside_a_long_prompt() -> Stage:
+    """b needs three blocks: two are left once the prompt of a is computed, so b waits for the end of a."""
+    stage = _stage(waits_for_room_beside_a_long_prompt, num_blocks=12)
     stage.add("a", "x150", out=2)
     stage.step()
     stage.add("b", "y40", out=2)
@@ -373,7 +373,7 @@ SCENARIOS: dict[str, Script] = {
         deadlines,
         watermark,
         the_first_in_line_is_not_overtaken,
-        blocks_of_a_running_prefill_are_promised,
+        waits_for_room_beside_a_long_prompt,
         salts,
         eviction_takes_tails_first,
         resume_after_another_engine,

@@ -16,6 +16,7 @@ from services.worker.kv_cache import KVCache
 from services.worker.layers.attention import AttentionGroup, PagedAttention, StepLayout
 from services.worker.layers.linear import Linear, make_linear
 from services.worker.layers.rotary import rotary_frequencies, rotate, rotation_of
+from services.worker.layers.threads import OperatorThreads
 from services.worker.weights import ModelConfig, WeightReader
 
 
@@ -38,15 +39,18 @@ class _Rotation:
 class LlamaModel:
     """The weights of one model and their forward pass."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, reader: WeightReader, dtype: torch.dtype, threads: OperatorThreads
+    ) -> None:
         self.config = config
+        self._threads = threads
         self._frequencies = rotary_frequencies(config)
         self._attention = PagedAttention(
             num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype
         )
         self._embedding = reader.read("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._layers = [
-            _LlamaLayer(config, reader, f"model.layers.{index}", self._attention)
+            _LlamaLayer(config, reader, f"model.layers.{index}", self._attention, threads)
             for index in range(config.num_layers)
         ]
         self._final_norm = reader.read("model.norm.weight", config.hidden_size)
@@ -59,12 +63,15 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Compute all tokens of the batch, writing their keys and values; returns ``[num_tokens, hidden_size]``."""
+        self._threads.begin_step(len(batch.token_ids), int(batch.layout.context_lens.sum()))
         groups = self._attention.plan(batch.layout)
         rotation = _Rotation(*rotation_of(batch.positions, self._frequencies))
         hidden = F.embedding(batch.token_ids, self._embedding)
         for layer, layer_cache in zip(self._layers, cache.layers, strict=True):
             hidden = layer.forward(hidden, rotation, batch.slot_mapping, layer_cache, groups)
-        return F.rms_norm(hidden, (self.config.hidden_size,), self._final_norm, self.config.rms_norm_eps)
+        hidden = F.rms_norm(hidden, (self.config.hidden_size,), self._final_norm, self.config.rms_norm_eps)
+        self._threads.end_step()
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map ``[num_rows, hidden_size]`` to ``[num_rows, vocab_size]`` in fp32."""
@@ -72,8 +79,16 @@ class LlamaModel:
 
 
 class _LlamaLayer:
-    def __init__(self, config: ModelConfig, reader: WeightReader, prefix: str, attention: PagedAttention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        prefix: str,
+        attention: PagedAttention,
+        threads: OperatorThreads,
+    ) -> None:
         self._config = config
+        self._threads = threads
         self._attention = attention
         self._query_size = config.num_heads * config.head_dim
         self._kv_size = config.num_kv_heads * config.head_dim
@@ -111,17 +126,22 @@ class _LlamaLayer:
     def _attend(
         self, x: Tensor, rotation: _Rotation, slot_mapping: Tensor, cache: Tensor, groups: list[AttentionGroup]
     ) -> Tensor:
-        qkv = self._qkv(x)  # [num_tokens, query_size + 2 * kv_size]
+        with self._threads:
+            qkv = self._qkv(x)  # [num_tokens, query_size + 2 * kv_size]
         rotated_size = self._query_size + self._kv_size
         heads = qkv[:, :rotated_size].view(len(qkv), -1, self._config.head_dim)
         rotated = rotate(heads, rotation.cosine, rotation.signed_sine)
         qkv[:, self._query_size : rotated_size] = rotated[:, self._config.num_heads :].flatten(1)
         cache.view(-1, 2 * self._kv_size).index_copy_(0, slot_mapping, qkv[:, self._query_size :])
-        return self._output(self._attention.attend(rotated[:, : self._config.num_heads], cache, groups))
+        with self._threads:
+            return self._output(self._attention.attend(rotated[:, : self._config.num_heads], cache, groups))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(F.silu(gate).mul_(up))
+        with self._threads:
+            gate, up = self._gate_up(x).chunk(2, -1)
+        inner = F.silu(gate).mul_(up)
+        with self._threads:
+            return self._down(inner)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         # torch computes this in fp32 whatever the dtype is.

@@ -58,8 +58,11 @@ def test_an_unfinished_character_at_the_end_is_replaced(model_text: ModelText) -
     assert "".join(pieces) == "\ufffd"
 
 
-def test_the_token_that_ended_the_output_is_counted_and_not_shown(model_text: ModelText) -> None:
-    output = OutputText(model_text.tokenizer, stop_strings=(), min_output_tokens=0)
+@pytest.mark.parametrize("stop_strings", [(), ("nowhere",)])
+def test_the_token_that_ended_the_output_is_counted_and_not_shown(
+    model_text: ModelText, stop_strings: tuple[str, ...]
+) -> None:
+    output = OutputText(model_text.tokenizer, stop_strings=stop_strings, min_output_tokens=0)
     token_ids = encode(model_text, "yes no")
 
     delta = output.take(token_ids, finished(stop_token_id=token_ids[-1]))

@@ -9,6 +9,7 @@ import torch
 
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
+from services.worker.layers.threads import OperatorThreads
 from services.worker.models.llama import ForwardBatch, LlamaModel
 from services.worker.weight_files import open_weights
 from services.worker.weights import WeightReader
@@ -34,7 +35,7 @@ class Loaded:
         self.reference = random_llama(**changes)
         source = open_weights(save_model(self.reference, folder))
         reader = WeightReader(source, dtype, lambda done, total: None)
-        self.model = LlamaModel(source.config, reader, dtype)
+        self.model = LlamaModel(source.config, reader, dtype, OperatorThreads(2))
         config = source.config
         size = config.num_layers * BLOCK_SIZE * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
         self.cache = KVCache(

@@ -149,6 +149,18 @@ def test_every_draw_is_among_what_a_naive_filter_keeps() -> None:
         assert token_id in naive_kept(logits[row], params[row])
 
 
+def test_wide_filters_draw_as_narrow_ones_do() -> None:
+    logits = torch.randn(6, 40_000, generator=torch.Generator().manual_seed(3)) * 0.1
+    params = [SamplingParams(temperature=1.0, top_k=30_000, seed=seed) for seed in range(6)]
+
+    # Alone, each row is one of few candidates; together with a narrow one the average decides.
+    wide = sample(logits, params)
+    narrow = [SamplingParams(temperature=1.0, top_k=2, seed=9)] * 200
+    mixed = sample(torch.cat((logits, logits[:1].expand(200, -1))), [*params, *narrow])
+
+    assert wide == mixed[:6]
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     random = np.random.default_rng(6)
     logits = torch.from_numpy(random.normal(0, 3, (24, 2_000))).float()

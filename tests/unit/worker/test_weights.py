@@ -14,6 +14,7 @@ from gguf.quants import quantize
 from transformers import LlamaForCausalLM
 
 from libs.errors import ModelLoadFailed
+from services.worker.layers.threads import OperatorThreads
 from services.worker.models.llama import LlamaModel
 from services.worker.weight_files import open_weights
 from services.worker.weights import (
@@ -30,7 +31,7 @@ GgufType = gguf.GGMLQuantizationType
 def load_all(source: WeightSource) -> WeightReader:
     """Read everything that a model needs, with all checks."""
     reader = WeightReader(source, torch.float32, lambda done, total: None)
-    LlamaModel(source.config, reader, torch.float32)
+    LlamaModel(source.config, reader, torch.float32, OperatorThreads(1))
     return reader
 
 
@@ -120,6 +121,7 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
         source.config,
         WeightReader(source, torch.float32, lambda done, total: reports.append((done, total))),
         torch.float32,
+        OperatorThreads(1),
     )
 
     assert reports == sorted(reports)

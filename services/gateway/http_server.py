@@ -1,0 +1,100 @@
+"""The HTTP server under the application: its socket, its connections, and answers to what is no HTTP.
+
+Owns how aiohttp is run. It must not know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from aiohttp import web
+
+from libs.errors import InternalError, InvalidRequest
+from services.gateway.http_errors import error_response
+
+# An idle connection is closed after this, also one that never sent a request.
+_KEEP_ALIVE_SECONDS: Final = 75.0
+_CLOSE_CONNECTIONS_SECONDS: Final = 0.5
+_BACKLOG: Final = 1024
+
+
+class HttpServer:
+    """A listening server."""
+
+    def __init__(self, app: web.Application, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._runner = web.AppRunner(
+            app,
+            # A client that leaves cancels its handler, also while that waits for an engine.
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=_CLOSE_CONNECTIONS_SECONDS,
+        )
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> tuple[str, int]:
+        """Listen and return the address; raises InternalError when it cannot be had."""
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(self._connection, self._host, self._port, backlog=_BACKLOG)
+        except OSError as error:
+            raise InternalError(f"Cannot listen on {self._host}:{self._port}: {error.strerror}.") from error
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return host, port
+
+    async def stop(self) -> None:
+        """Close the socket and all connections."""
+        if self._server is not None:
+            self._server.close()
+        await self._runner.cleanup()
+
+    def _connection(self) -> web.RequestHandler:
+        manager = self._runner.server
+        assert manager is not None, "connections come after start"
+        return _Connection(
+            manager,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=_KEEP_ALIVE_SECONDS,
+            # Errors of handlers are answered and logged by the application; what is left is noise of strangers.
+            logger=_SILENT_LOGGER,
+            access_log=_SILENT_LOGGER,
+            auto_decompress=False,
+        )
+
+
+class _Connection(web.RequestHandler):
+    """A connection that answers what is no HTTP in OpenAI's shape too."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer a request that never reached the application."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("The answer has begun; there is no other.")
+        if status < 500:
+            response = error_response(InvalidRequest("The request breaks the rules of HTTP."))
+        else:
+            response = error_response(InternalError("Something went wrong on our side; please try again."))
+        response.force_close()
+        return response
+
+
+def _silent_logger() -> logging.Logger:
+    logger = logging.getLogger("octavo.gateway.http")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    logger.setLevel(logging.CRITICAL)
+    return logger
+
+
+_SILENT_LOGGER: Final = _silent_logger()
