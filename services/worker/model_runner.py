@@ -63,6 +63,7 @@ class TorchRunner:
         path = resolve_model_path(self._config.model)
         text = load_model_text(path)
         source = open_weights(path)
+        _require_memory_for_weights(source.config, self._dtype)
         reader = WeightReader(
             source, self._dtype, lambda done, total: on_progress(LoadProgress("reading weights", done, total))
         )
@@ -200,6 +201,15 @@ def _is_finite_by_sequence(hidden: Tensor, batch: FlatBatch) -> NDArray[np.bool_
     is_finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32)).numpy()
     by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite, batch.first_rows)
     return by_sequence
+
+
+def _require_memory_for_weights(config: ModelConfig, dtype: torch.dtype) -> None:
+    needed_bytes, available_bytes = config.num_parameters * dtype.itemsize, measure_memory().available_bytes
+    if needed_bytes > available_bytes:
+        raise ModelLoadFailed(
+            f"The weights take {needed_bytes} bytes as {dtype}, but only {available_bytes} bytes of memory are "
+            "available; free some or serve a smaller model."
+        )
 
 
 def _max_model_len(request: LoadRequest, model_limit: int) -> int:

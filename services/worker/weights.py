@@ -67,6 +67,14 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelLoadFailed(f"A head of {self.head_dim} values cannot be rotated in pairs.")
 
+    @property
+    def num_parameters(self) -> int:
+        """Values of all weights."""
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
+        num_vocab_matrices = 1 if self.has_tied_embeddings else 2
+        return self.num_layers * layer + (num_vocab_matrices * self.vocab_size + 1) * self.hidden_size
+
 
 class WeightSource(Protocol):
     """Named tensors of one model on disk."""

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from libs.errors import InternalError, ModelLoadFailed
+from services.worker import model_runner
 from services.worker.config import WeightsType, WorkerConfig
+from services.worker.kv_cache import MemoryState
 from services.worker.model_runner import TorchRunner
 from services.worker.step import LoadedModel, LoadProgress, SamplingParams, SequenceFailure
 from tests.unit.worker.small_engine import SmallEngine, load_request, step
@@ -87,6 +89,14 @@ def test_a_cache_larger_than_memory_is_refused(folder: Path) -> None:
     runner = TorchRunner(WorkerConfig(model=str(folder), kv_cache_memory="900TiB"))
 
     with pytest.raises(ModelLoadFailed, match="asked to take"):
+        runner.load(load_request(), lambda progress: None)
+
+
+def test_weights_larger_than_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "measure_memory", lambda: MemoryState(10**9, 1_000))
+    runner = TorchRunner(WorkerConfig(model=str(folder), kv_cache_memory="1MiB"))
+
+    with pytest.raises(ModelLoadFailed, match="only 1000 bytes"):
         runner.load(load_request(), lambda progress: None)
 
 

@@ -97,6 +97,15 @@ def test_a_folder_gives_config_and_tensors(tmp_path: Path) -> None:
         assert torch.equal(source.read(name), tensor)
 
 
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 12}])
+def test_parameters_are_counted(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = random_llama(**changes)
+
+    source = open_weights(save_model(model, tmp_path))
+
+    assert source.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_a_folder_may_hold_several_files(tmp_path: Path) -> None:
     source = open_weights(save_model(random_llama(), tmp_path, max_shard_size="40KB"))
 
