@@ -116,6 +116,7 @@ class BlockPool:
         """Add one holder to each cached block."""
         for block in blocks:
             if self._ref_counts[block] == 0:
+                assert self._hashes[block] is not None, f"block {block} is held without contents"
                 self._unlink(block)
                 self._num_unheld -= 1
                 self._num_evictable -= 1
@@ -150,6 +151,12 @@ class BlockPool:
         self._stored[prefix_hash] = block
         return True
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Make held blocks unfindable, because their contents cannot be trusted; holders keep them."""
+        for block in blocks:
+            if self._hashes[block] is not None:
+                self._drop_hash(block)
+
     def clear_hashes(self) -> None:
         """Forget all contents; holders keep their blocks."""
         for block in self._block_of.values():
@@ -181,6 +188,11 @@ class BlockPool:
             for block, count in enumerate(self._ref_counts)
             if count != holders.get(block, 0)
         ]
+        faults += [
+            f"block {block} is in a block table but not in the pool"
+            for block in holders
+            if not 0 <= block < self.num_blocks
+        ]
         queued = list(self._queue())
         if len(queued) != len(set(queued)):
             faults.append("the free queue holds a block twice")
@@ -194,25 +206,35 @@ class BlockPool:
         evictable = sum(1 for block in unheld if self._hashes[block] is not None)
         if evictable != self._num_evictable:
             faults.append(f"{self._num_evictable} evictable blocks counted, {evictable} found")
-        hashed = {value: block for block, value in enumerate(self._hashes) if value is not None}
-        if hashed != self._block_of:
+        if list(self._queue(is_backwards=True)) != queued[::-1]:
+            faults.append("the free queue reads differently backwards")
+        hashed = {(value, block) for block, value in enumerate(self._hashes) if value is not None}
+        if hashed != set(self._block_of.items()):
             faults.append("the hash map and the blocks' hashes differ")
+        is_cached_again = self._removed.keys() & self._block_of.keys() <= self._stored.keys()
+        if not (self._stored.items() <= self._block_of.items() and is_cached_again):
+            faults.append("the changes to tell and the hash map differ")
         return faults
 
-    def _queue(self) -> Iterator[int]:
-        block = self._next[self._head]
+    def _queue(self, *, is_backwards: bool = False) -> Iterator[int]:
+        """Walk the free queue, even a damaged one: at most once around, and never outside the pool."""
+        links = self._previous if is_backwards else self._next
+        block = links[self._tail if is_backwards else self._head]
         for _ in range(self.num_blocks + 1):
-            if block == self._tail:
+            if not 0 <= block < self.num_blocks:
                 return
             yield block
-            block = self._next[block]
+            block = links[block]
 
     def _evict(self, block: int) -> None:
+        self._drop_hash(block)
+        self._num_evictable -= 1
+
+    def _drop_hash(self, block: int) -> None:
         prefix_hash = self._hashes[block]
-        assert prefix_hash is not None
+        assert prefix_hash is not None, f"block {block} has no hash to drop"
         self._hashes[block] = None
         del self._block_of[prefix_hash]
-        self._num_evictable -= 1
         if self._stored.pop(prefix_hash, None) is None:
             self._removed[prefix_hash] = None
 

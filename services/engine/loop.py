@@ -287,8 +287,10 @@ class EngineLoop:
         metrics.output_tokens.inc(len(result.token_ids))
         metrics.preemptions.inc(scheduler.take_num_preemptions())
         for new in output.new_sequences:
-            metrics.prompt_tokens.inc(new.num_prompt_tokens)
-            metrics.cached_tokens.inc(new.num_computed_tokens)
+            # What is computed again after a preemption adds neither to prompts nor to hits.
+            if not new.is_resumed:
+                metrics.prompt_tokens.inc(new.num_prompt_tokens)
+                metrics.cached_tokens.inc(min(new.num_computed_tokens, new.num_prompt_tokens))
         self._tell_cache_changes(scheduler)
         self._tell_load()
         if output.step_id % self._config.integrity_interval_steps == 0:

@@ -65,6 +65,10 @@ class NaiveBlockPool:
         self.hash_of[block] = prefix_hash
         return True
 
+    def forget(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.hash_of.pop(block, None)
+
     def clear_hashes(self) -> None:
         self.hash_of.clear()
         self.free.update(self.evictable)

@@ -150,7 +150,11 @@ class WatchedScheduler:
         assert len(events.handles) == len(events.token_ids) == len(events.owners)
         assert dict(zip(events.handles.tolist(), events.token_ids.tolist(), strict=True)) == expected_tokens
         assert events.owners.tolist() == [self.lives[h].request.owner for h in events.handles.tolist()]
-        self._check_ends(events, expected_tokens, {handle_of[s] for s in failed_slots} & self.lives.keys())
+        failed = {handle_of[slot] for slot in failed_slots} & self.lives.keys()
+        untrusted = {b for row in self.worker.rows.values() if row.handle in failed for b in row.block_ids}
+        cached = dict(self.scheduler.kv_cache.cached_hashes())
+        assert not untrusted.intersection(cached.values()), "blocks of a failed sequence can be found"
+        self._check_ends(events, expected_tokens, failed)
         return events
 
     def abort(self, request_id: str, handles: tuple[int, ...] = ()) -> tuple[SequenceEnd, ...]:
@@ -303,6 +307,7 @@ class WatchedScheduler:
         assert (end.error is None) if error is None else isinstance(end.error, error)
         assert usage.num_output_tokens == life.num_output_tokens - life.num_prior_output_tokens
         assert usage.num_preemptions == life.num_preemptions
+        assert usage.num_discarded_tokens == self._num_discarded(end.handle)
         # Recomputing after a preemption adds to what was computed, never to what was cached.
         assert usage.num_cached_tokens == life.num_cached_tokens
         assert usage.num_computed_tokens == life.num_computed_tokens
@@ -316,6 +321,13 @@ class WatchedScheduler:
             total = usage.num_cached_tokens + usage.num_computed_tokens
             is_cut_short = reason is not FinishReason.STOP and reason is not FinishReason.LENGTH
             assert total - len(life.token_ids) in ((-1, 0) if is_cut_short else (-1,))
+
+    def _num_discarded(self, handle: int) -> int:
+        """Return 1 when a step in flight samples a token for a handle that has ended."""
+        if self.in_flight is None:
+            return 0
+        output = self.in_flight.output
+        return int(handle in output.handles[output.is_sampled])
 
     def _open_rows(self) -> list[Row]:
         return [row for row in self.worker.rows.values() if row.handle in self.lives]

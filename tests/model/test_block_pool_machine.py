@@ -62,6 +62,15 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
         self.naive.release(blocks)
 
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from(self.tables))
+
+        self.pool.forget(blocks)
+
+        self.naive.forget(blocks)
+
     @precondition(lambda self: self._storable())
     @rule(data=st.data(), prefix_hash=st.sampled_from(_HASHES))
     def store(self, data: st.DataObject, prefix_hash: PrefixHash) -> None:

@@ -313,13 +313,14 @@ def two_choices() -> Stage:
 
 
 def invalid_logits() -> Stage:
-    """Logits of a are not numbers: only a ends, and what it has computed is not cached for others."""
+    """Logits of a are not numbers: only a ends, and nothing that it has computed is found by others."""
     stage = _stage(invalid_logits)
-    stage.add("a", "x40", out=4)
+    stage.add("a", "x100", out=4)
+    stage.step()
     stage.add("b", "y20", out=4)
     stage.step(failing="a")
     stage.run()
-    stage.add("c", "x40", out=1)
+    stage.add("c", "x100", out=1)
     stage.run()
     return stage
 

@@ -239,9 +239,10 @@ class Stage:
             how = end.reason.value if end.reason else type(end.error).__name__
             at = f" at {end.stop_token_id}" if end.stop_token_id is not None else ""
             preemptions = f", preempted {usage.num_preemptions}" if usage.num_preemptions else ""
+            discarded = f", discarded {usage.num_discarded_tokens}" if usage.num_discarded_tokens else ""
             self._say(
                 f"end {self._names[end.handle]}: {how}{at}; output {usage.num_output_tokens}, "
-                f"cached {usage.num_cached_tokens}, computed {usage.num_computed_tokens}{preemptions}; "
+                f"cached {usage.num_cached_tokens}, computed {usage.num_computed_tokens}{discarded}{preemptions}; "
                 f"queue {usage.queue_seconds:g} s, prefill {usage.prefill_seconds:g} s, "
                 f"decode {usage.decode_seconds:g} s"
             )

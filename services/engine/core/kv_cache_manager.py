@@ -111,6 +111,10 @@ class KVCacheManager:
         self._pool.release(self._table.blocks(slot))
         self._table.num_blocks[slot] = self._table.num_committed_blocks[slot] = 0
 
+    def forget(self, slot: int) -> None:
+        """Make all blocks of a row unfindable, those of its hit too: their contents cannot be trusted."""
+        self._pool.forget(self._table.blocks(slot))
+
     def take_changes(self) -> PoolChanges:
         """Return changes of the prefix cache since the last call."""
         return self._pool.take_changes()

@@ -245,13 +245,7 @@ class Scheduler:
         self._in_flight = None
         self._refuse_surprises(output, result)
         table = self._table
-        ends = [
-            self._end(
-                table.sequence_at(slot), now, error=InvalidLogits("The model gave logits that are not numbers.")
-            )
-            for slot in result.failed_slots
-            if self._is_alive(output, slot)
-        ]
+        ends = [self._end_invalid(slot, now) for slot in result.failed_slots if self._is_alive(output, slot)]
         # Slots whose sequence was ended from outside meanwhile are left out: their handle is another or none.
         alive = output.slots[table.handles[output.slots] == output.handles]
         self._manager.commit(alive)
@@ -339,6 +333,7 @@ class Scheduler:
                 block_ids=hit.block_ids,
                 sampling_params=sequence.request.sampling_params,
                 choice_index=sequence.choice_index,
+                is_resumed=sequence.num_preemptions > 0,
             )
         )
 
@@ -376,10 +371,11 @@ class Scheduler:
 
     def _refuse_surprises(self, output: SchedulerOutput, result: StepResult) -> None:
         expected = output.slots[output.is_sampled & ~np.isin(output.slots, result.failed_slots)]
-        if not np.array_equal(expected, result.slots) or len(result.slots) != len(result.token_ids):
+        is_foreign = not np.isin(result.failed_slots, output.slots).all()
+        if is_foreign or not np.array_equal(expected, result.slots) or len(result.slots) != len(result.token_ids):
             raise InternalError(
                 f"Step {output.step_id} should have sampled slots {expected.tolist()}, "
-                f"but the worker answered for {result.slots.tolist()}."
+                f"but the worker answered for {result.slots.tolist()} and failed {list(result.failed_slots)}."
             )
 
     def _is_alive(self, output: SchedulerOutput, slot: int) -> bool:
@@ -414,11 +410,24 @@ class Scheduler:
             handle=sequence.handle,
             owner=sequence.request.owner,
             request_id=sequence.request.request_id,
-            usage=sequence.usage(num_tokens=len(sequence.token_ids), now=now),
+            usage=sequence.usage(
+                num_tokens=len(sequence.token_ids), now=now, num_discarded_tokens=self._num_discarded(sequence)
+            ),
             reason=reason,
             stop_token_id=stop_token_id,
             error=error,
         )
+
+    def _end_invalid(self, slot: int, now: float) -> SequenceEnd:
+        # Nobody knows where the numbers went wrong: no block of this sequence may be found again.
+        self._manager.forget(slot)
+        error = InvalidLogits("The model gave logits that are not numbers.")
+        return self._end(self._table.sequence_at(slot), now, error=error)
+
+    def _num_discarded(self, sequence: Sequence) -> int:
+        """Count the token that a step in flight samples for a sequence that ends before the result."""
+        output = self._in_flight
+        return 0 if output is None else int(output.is_sampled[output.handles == sequence.handle].sum())
 
     def _leave_slot(self, sequence: Sequence) -> None:
         slot = sequence.slot
@@ -456,6 +465,12 @@ class Scheduler:
             )
         if request.request_id in self._sequences:
             raise DuplicateRequest(f"The request id {request.request_id} is in use.")
+        if len(request.choices) > config.max_waiting_sequences:
+            raise InvalidRequest(
+                f"The request asks for {len(request.choices)} choices; this engine takes "
+                f"{config.max_waiting_sequences} at most.",
+                param="choices",
+            )
         if len(self._queue) + len(request.choices) > config.max_waiting_sequences:
             raise Overloaded(
                 f"{len(self._queue)} sequences wait already, which is the limit. Please try again later.",

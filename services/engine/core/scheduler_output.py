@@ -13,7 +13,10 @@ from services.engine.core.sequence_table import Slots
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that the workers do not know yet, with the blocks of its prefix hit."""
+    """A sequence that the workers do not know yet, with the blocks of its prefix hit.
+
+    ``is_resumed`` says that they did know it once, before it was preempted.
+    """
 
     slot: int
     token_ids: TokenIds
@@ -22,6 +25,7 @@ class NewSequence:
     block_ids: tuple[int, ...]
     sampling_params: object
     choice_index: int
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
