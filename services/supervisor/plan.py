@@ -202,7 +202,14 @@ class _Planner:
         return self._grpc_process("engine", f"engine-{number}", flags, StopStage.ENGINE, 40.0, needs_redis=True)
 
     def _router(self) -> ProcessPlan:
-        flags = {"listen-address": self._address("router"), "redis-url": self._redis_url}
+        flags = {
+            "listen-address": self._address("router"),
+            "redis-url": self._redis_url,
+            # It could find them by their leases, but only at its next look: the first requests would all go to one.
+            "engine-addresses": ",".join(
+                self._address(f"engine-{number}") for number in range(self._config.engines)
+            ),
+        }
         return self._grpc_process("router", "router", flags, StopStage.ROUTER, 5.0, needs_redis=True)
 
     def _telemetry(self) -> ProcessPlan:

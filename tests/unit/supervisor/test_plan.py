@@ -87,6 +87,7 @@ def test_given_stores_replace_the_embedded_ones() -> None:
 
     assert {"valkey", "clickhouse"}.isdisjoint(process.name for process in plan.processes)
     assert "--redis-url=redis://r" in _process(plan, "router").command
+    assert any(flag.startswith("--engine-addresses=unix:") for flag in _process(plan, "router").command)
     assert "--clickhouse-url=http://c" in _process(plan, "telemetry").command
     assert all(process.start_after == () for process in plan.processes)
 
