@@ -80,7 +80,7 @@ def _from_file(config_class: type[Any], tier: str, file: Path | None, default_fi
             return {}
     try:
         table = tomllib.loads(file.read_text()).get(tier, {})
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"The configuration file {file} cannot be read: {error}.") from error
     if not isinstance(table, dict):
         raise ConfigError(f"[{tier}] in {file} must be a table.")

@@ -53,9 +53,23 @@ def run(main: Callable[[Lifecycle], Coroutine[None, None, None]], *, tier: str) 
 
     try:
         uvloop.run(under_signals())
-    except OctavoError as error:
-        log.error("process failed", error=error.message, error_class=type(error).__name__)
+    except (OctavoError, BaseExceptionGroup) as error:
+        ours = _ours(error)
+        if not ours:
+            raise
+        for each in ours:
+            log.error("process failed", error=each.message, error_class=type(each).__name__)
         sys.exit(_EXIT_FAILED)
+
+
+def _ours(error: BaseException) -> list[OctavoError]:
+    """Return the errors of ours in what a task group raised; none when a fault is among them."""
+    if isinstance(error, OctavoError):
+        return [error]
+    if not isinstance(error, BaseExceptionGroup):
+        return []
+    found = [_ours(each) for each in error.exceptions]
+    return [each for errors in found for each in errors] if all(found) else []
 
 
 def _die_with_parent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from typing import Any, TextIO
 
 import structlog
@@ -29,11 +30,21 @@ def configure_logging(tier: str, instance_id: str, level: str = "info", *, strea
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(file=output),
+        logger_factory=lambda *_: _LossyLogger(output),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(tier=tier, instance_id=instance_id)
+
+
+class _LossyLogger(structlog.PrintLogger):
+    """Prints lines, or loses them where nobody reads them any more: no request fails for the want of a log."""
+
+    def msg(self, message: str) -> None:
+        with suppress(OSError):
+            super().msg(message)
+
+    log = debug = info = warn = warning = fatal = failure = err = error = critical = exception = msg
 
 
 def get_logger(name: str) -> Any:  # Any: structlog's bound logger is built from the configuration.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.typedefs import Middleware
 from prometheus_client import CollectorRegistry
 
@@ -30,6 +30,7 @@ from services.gateway.admission import Admission, draining_error
 from services.gateway.completions import Caller, ChatCompletions
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.http_errors import error_response, internal_error
+from services.gateway.http_server import SERVER_NAME
 from services.gateway.identity import Authenticator
 from services.gateway.openai_answers import model_object
 from services.gateway.openai_schema import ModelFacts, check_model_name
@@ -74,7 +75,7 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
     app.on_response_prepare.append(_add_request_ids)
     app.add_routes(
         [
-            web.post("/v1/chat/completions", routes.chat_completions),
+            web.post("/v1/chat/completions", routes.chat_completions, expect_handler=_go_on),
             web.get("/v1/models", routes.list_models),
             web.get("/v1/models/{model_id:.+}", routes.get_model),
             web.get("/livez", routes.livez),
@@ -173,9 +174,18 @@ def _authenticate(authenticator: Authenticator) -> Middleware:
     return authenticate
 
 
+async def _go_on(request: web.Request) -> None:
+    """Let a client that asks first send its body; aiohttp would answer other expectations in plain text."""
+    if request.version < HttpVersion11 or request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
+        return
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # The answer has not begun.
+    request.writer.output_size = 0
+
+
 async def _add_request_ids(request: web.Request, response: web.StreamResponse) -> None:
     request_id = request.get(_REQUEST_ID) or str(uuid.uuid4())
-    response.headers[hdrs.SERVER] = "octavo"
+    response.headers[hdrs.SERVER] = SERVER_NAME
     response.headers[_OUR_HEADER] = request_id
     response.headers[_CLIENT_HEADER] = _client_request_id(request) or request_id
 

@@ -118,7 +118,10 @@ class EngineDirectory:
         mismatched = {
             engine.engine_id
             for engine in self._engines.values()
-            if engine.model_name == self._model_name and engine.hash_contract != self._hash_contract
+            # One that loads its model has no contract yet.
+            if engine.state is not EngineState.STARTING
+            and engine.model_name == self._model_name
+            and engine.hash_contract != self._hash_contract
         }
         for engine_id in mismatched - self._mismatched_ids:
             log.error(

@@ -29,8 +29,8 @@ from services.gateway.placement import Place, Placements
 
 log = get_logger("failover")
 
-# Errors of one engine that another may not have.
-_RETRYABLE = (EngineLost, WorkerLost, Draining, Overloaded)
+# Errors of one engine that another may not have; NoEngineAvailable is said by one that loads its model again.
+_RETRYABLE = (EngineLost, WorkerLost, Draining, NoEngineAvailable, Overloaded)
 _BACKOFF_SECONDS = 0.25
 
 

@@ -9,11 +9,13 @@ import asyncio
 import logging
 from typing import Final
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from libs.errors import InternalError, InvalidRequest
 from services.gateway.http_errors import error_response
 
+# What every answer says of the server; versions are nobody's business.
+SERVER_NAME: Final = "octavo"
 # An idle connection is closed after this, also one that never sent a request.
 _KEEP_ALIVE_SECONDS: Final = 75.0
 _CLOSE_CONNECTIONS_SECONDS: Final = 0.5
@@ -85,6 +87,8 @@ class _Connection(web.RequestHandler):
             response = error_response(InvalidRequest("The request breaks the rules of HTTP."))
         else:
             response = error_response(InternalError("Something went wrong on our side; please try again."))
+        # No request reached the application, whose answers say no more of what they were made with.
+        response.headers[hdrs.SERVER] = SERVER_NAME
         response.force_close()
         return response
 

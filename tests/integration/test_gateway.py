@@ -455,7 +455,28 @@ async def test_what_is_no_http_is_answered_in_openais_shape(stand: Stand, raw: b
 
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.split()[1] == b"400"
+    assert b"Server: octavo\r\n" in head + b"\r\n"
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("expectation", "first_line"), [("100-continue", b"100"), ("200-maybe", b"200")])
+async def test_a_client_that_asks_before_it_sends_its_body_is_answered(
+    stand: Stand, expectation: str, first_line: bytes
+) -> None:
+    port = int(stand.gateway.base_url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(chat()).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nExpect: {expectation}\r\n\r\n"
+    )
+
+    writer.write(head.encode() + body)
+    answer = await reader.read()
+    writer.close()
+
+    assert answer.split()[1] == first_line
+    assert b"HTTP/1.1 200 OK" in answer
 
 
 async def test_a_body_that_breaks_off_harms_nobody(stand: Stand) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import structlog.testing
+
 from libs.kv import HashContract
 from libs.protogen.engine.v1 import engine_pb2
 from services.gateway.clients import RouterClient
@@ -79,4 +83,23 @@ async def test_an_engine_that_hashes_in_another_way_is_left_out(start_engine: St
     assert directory.engines == ()
     assert not await directory.has_ready_engine(1.0)
     assert len(await directory.ask_all(1.0)) == 1
+    await directory.close()
+
+
+async def test_only_an_engine_that_has_loaded_its_model_is_said_to_hash_in_another_way(
+    start_engine: StartEngine,
+) -> None:
+    engine = await start_engine()
+    engine.state = engine_pb2.ENGINE_STATE_STARTING
+    other = dataclasses.replace(engine.hash_contract, block_size=2 * engine.hash_contract.block_size)
+    directory = make_directory(other, None, engine.address)
+
+    with structlog.testing.capture_logs() as while_loading:
+        await directory.refresh()
+    engine.state = engine_pb2.ENGINE_STATE_READY
+    with structlog.testing.capture_logs() as when_ready:
+        await directory.refresh()
+
+    assert while_loading == []
+    assert [event["engine_id"] for event in when_ready] == ["fake-0"]
     await directory.close()

@@ -128,6 +128,28 @@ async def test_a_lone_engine_is_tried_again(
     assert generation.num_retries == 1
 
 
+async def test_an_engine_that_loads_its_model_again_passes_the_request_on(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    # Its loss of a worker is not known yet where requests are placed.
+    loading = await start_engine("a", Script(error=NoEngineAvailable("loading", retry_after_seconds=2.0)))
+    ready = await start_engine("b", Script(token_ids=[7]))
+    ready.state = engine_pb2.ENGINE_STATE_STARTING
+    generation = await generation_on([loading, ready], streams, metrics, directories)
+    ready.state = engine_pb2.ENGINE_STATE_READY
+    starting = asyncio.create_task(generation.start())
+    await loading.wait_until(lambda: bool(loading.submits))
+    await directories[0].refresh()
+
+    step = await starting
+
+    assert step.token_ids == [7]
+    assert generation.engine_id == "b"
+
+
 async def test_retries_are_bounded(
     start_engine: StartEngine,
     streams: EngineStreams,

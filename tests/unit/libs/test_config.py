@@ -164,6 +164,14 @@ def test_refuses_a_named_file_that_is_not_there(tmp_path: Path) -> None:
         _load("--config", str(tmp_path / "missing.toml"))
 
 
+def test_refuses_a_file_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "octavo.toml"
+    file.write_bytes(b"\xff\xfe[paint]")
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        _load("--config", str(file))
+
+
 def test_help_shows_each_field_with_unit_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         _load("--help")

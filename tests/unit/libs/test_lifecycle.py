@@ -22,11 +22,19 @@ from libs.errors import ModelLoadFailed
 from libs.lifecycle import run
 from libs.obs import configure_logging
 
+async def fail():
+    raise ModelLoadFailed("No weights there.")
+
 async def main(lifecycle):
     if "fail" in sys.argv:
         raise ModelLoadFailed("No weights there.")
     if "fault" in sys.argv:
         raise RuntimeError("unforeseen")
+    if "fail-in-task" in sys.argv:
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+    if "fault-in-task" in sys.argv:
+        raise ExceptionGroup("both", [ModelLoadFailed("No weights there."), RuntimeError("unforeseen")])
     print("running", type(asyncio.get_running_loop()).__module__, flush=True)
     if "return" in sys.argv:
         return
@@ -93,8 +101,9 @@ def test_a_main_that_returns_ends_the_process_well() -> None:
     assert process.returncode == 0
 
 
-def test_an_error_of_ours_is_one_line_and_a_failure() -> None:
-    with _program("fail") as process:
+@pytest.mark.parametrize("where", ["fail", "fail-in-task"])
+def test_an_error_of_ours_is_one_line_and_a_failure(where: str) -> None:
+    with _program(where) as process:
         _, err = process.communicate(timeout=_TIMEOUT_SECONDS)
 
     assert process.returncode == 1
@@ -103,8 +112,9 @@ def test_an_error_of_ours_is_one_line_and_a_failure() -> None:
     assert '"error_class": "ModelLoadFailed"' in err
 
 
-def test_a_fault_shows_where_it_happened() -> None:
-    with _program("fault") as process:
+@pytest.mark.parametrize("where", ["fault", "fault-in-task"])
+def test_a_fault_shows_where_it_happened(where: str) -> None:
+    with _program(where) as process:
         _, err = process.communicate(timeout=_TIMEOUT_SECONDS)
 
     assert process.returncode == 1
