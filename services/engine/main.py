@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 
@@ -57,27 +58,30 @@ async def _serve(config: EngineConfig, lifecycle: Lifecycle) -> None:
     )
     server = make_server(config.listen_address, registrations(loop, time.monotonic))
     await server.start()
-    metrics_server = serve_metrics(metrics.registry, config.metrics_port, before_scrape=loop.refresh_gauges)
-    async with asyncio.TaskGroup() as tasks:
-        serving = [
-            tasks.create_task(loop.run()),
-            tasks.create_task(registry.run(lambda: loop.status)),
-            tasks.create_task(_follow_health(loop, server.set_serving)),
-        ]
-        await lifecycle.wait_for_shutdown()
-        _log.info("draining", num_requests=loop.num_requests)
-        loop.drain()
-        await registry.withdraw()
-        await loop.wait_until_idle(config.drain_timeout_seconds)
-        await server.stop(_FLUSH_SECONDS)
-        for task in serving:
-            task.cancel()
-    for worker in workers:
-        await worker.close()
-    if redis is not None:
-        await redis.aclose()
-    if metrics_server is not None:
-        metrics_server.shutdown()
+    async with AsyncExitStack() as stack:
+        # However serving ends, also with a model that cannot be loaded.
+        stack.push_async_callback(server.stop, _FLUSH_SECONDS)
+        for worker in workers:
+            stack.push_async_callback(worker.close)
+        if redis is not None:
+            stack.push_async_callback(redis.aclose)
+        metrics_server = serve_metrics(metrics.registry, config.metrics_port, before_scrape=loop.refresh_gauges)
+        if metrics_server is not None:
+            stack.callback(metrics_server.shutdown)
+        async with asyncio.TaskGroup() as tasks:
+            serving = [
+                tasks.create_task(loop.run()),
+                tasks.create_task(registry.run(lambda: loop.status)),
+                tasks.create_task(_follow_health(loop, server.set_serving)),
+            ]
+            await lifecycle.wait_for_shutdown()
+            _log.info("draining", num_requests=loop.num_requests)
+            loop.drain()
+            await registry.withdraw()
+            await loop.wait_until_idle(config.drain_timeout_seconds)
+            await server.stop(_FLUSH_SECONDS)
+            for task in serving:
+                task.cancel()
 
 
 async def _follow_health(loop: EngineLoop, set_serving: Callable[[bool], Awaitable[None]]) -> None:

@@ -122,7 +122,7 @@ class GatewayConfig:
         if self.api_keys_file is None and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host} can be reached from other machines and no API keys are configured: "
-                "give --api-keys-file, or listen on 127.0.0.1, or say --allow-unauthenticated true."
+                "set gateway.api_keys_file, or listen on 127.0.0.1, or set gateway.allow_unauthenticated to true."
             )
 
 

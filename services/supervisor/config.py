@@ -70,6 +70,8 @@ class UpConfig:
             raise ValueError(f"engines must be between 1 and {_MAX_ENGINES}, not {self.engines}.")
         if not 0 <= self.background_nice <= 19:
             raise ValueError(f"background_nice must be between 0 and 19, not {self.background_nice}.")
+        _require_scheme("redis_url", self.redis_url, ("redis", "rediss", "unix"))
+        _require_scheme("clickhouse_url", self.clickhouse_url, ("http", "https"))
         if not (self.ready_timeout_seconds > 0 and self.drain_timeout_seconds > 0):
             # Written so that NaN fails, too.
             raise ValueError("ready_timeout_seconds and drain_timeout_seconds must be greater than 0.")
@@ -77,6 +79,13 @@ class UpConfig:
             raise ValueError(f"max_restarts_per_minute must be at least 1, not {self.max_restarts_per_minute}.")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ValueError(f"log_level must be debug, info, warning or error, not {self.log_level!r}.")
+
+
+def _require_scheme(name: str, url: str | None, schemes: Sequence[str]) -> None:
+    if url is not None and not url.startswith(tuple(f"{scheme}://" for scheme in schemes)):
+        raise ValueError(
+            f"{name} must begin with {' or '.join(f'{scheme}://' for scheme in schemes)}, not {url!r}."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ def test_no_keys_on_a_reachable_address_is_refused_with_the_ways_out(host: str) 
     with pytest.raises(ConfigError) as caught:
         configured("--host", host)
 
-    assert "--api-keys-file" in str(caught.value)
-    assert "--allow-unauthenticated" in str(caught.value)
+    assert "gateway.api_keys_file" in str(caught.value)
+    assert "gateway.allow_unauthenticated" in str(caught.value)
     assert configured("--host", host, "--allow-unauthenticated", "true").allow_unauthenticated
     assert configured("--host", host, "--api-keys-file", "keys").host == host
 

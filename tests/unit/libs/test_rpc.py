@@ -357,6 +357,28 @@ async def test_a_peer_that_is_killed_mid_stream_is_lost(tmp_path: Path) -> None:
         await process.wait()
 
 
+@pytest.mark.slow
+async def test_a_peer_that_freezes_mid_stream_is_lost(tmp_path: Path) -> None:
+    address, repository = f"unix:{tmp_path}/p.sock", str(Path(__file__).parents[3])
+    script = _SERVE_FOREVER.format(repository=repository, address=address)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        # Longer than keep-alive takes to notice, shorter than the minute that gRPC gives a ping of its own.
+        async with asyncio.timeout(45), make_channel(address) as channel:
+            assert await process.stdout.readline() == b"listening\n"
+            stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+
+            with pytest.raises(EngineLost):
+                async with open_stream(stub.Generate, on_lost=EngineLost) as stream:
+                    await stream.send(_abort(1))
+                    async for _ in stream:
+                        os.kill(process.pid, signal.SIGSTOP)
+    finally:
+        process.kill()
+        await process.wait()
+
+
 async def test_health_tells_whether_the_services_take_calls(peer: Peer) -> None:
     check: Any = health_pb2_grpc.HealthStub(peer.channel).Check
     names = ["", "octavo.engine.v1.EngineService"]

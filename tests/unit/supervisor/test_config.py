@@ -56,6 +56,12 @@ def test_settings_of_file_environment_and_flags_come_in_this_order(tmp_path: Pat
     assert [setting.flag for setting in of_environment.tier_settings] == ["--c=4", "--d=5", "--b=3"]
 
 
+@pytest.mark.parametrize("flag", ["--redis-url=nonsense", "--clickhouse-url=redis://x"])
+def test_refuses_a_url_of_another_kind(flag: str) -> None:
+    with pytest.raises(ConfigError, match="must begin with"):
+        UpOptions.parse([flag], {})
+
+
 def test_names_what_file_and_environment_set_for_tiers(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text('[up]\nport = 1\n[worker]\ndtype = "float32"\n')
