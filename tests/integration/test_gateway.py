@@ -886,4 +886,4 @@ async def test_a_gateway_that_strangers_could_reach_does_not_start_without_keys(
     )
 
     assert process.returncode == 2
-    assert "--api-keys-file" in process.stderr
+    assert "gateway.api_keys_file" in process.stderr

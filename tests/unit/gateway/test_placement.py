@@ -32,7 +32,7 @@ async def start_router(metrics: GatewayMetrics) -> AsyncIterator[StartRouter]:
             router = FakeRouter(list(engines))
             await router.start()
             stack.push_async_callback(router.stop)
-            by_router = RouterPlacements(router.address, timeout_seconds=0.3, max_requests=16)
+            by_router = RouterPlacements(router.address, timeout_seconds=0.8, max_requests=16)
             running = asyncio.create_task(by_router.run())
             directory = await directory_of(*engines)
             stack.push_async_callback(directory.close)
@@ -109,7 +109,7 @@ async def test_a_router_that_queues_and_lives_is_waited_for(
 
     waiting = asyncio.create_task(placements.place(ask_of(engine), deadline=deadline()))
     await router.wait_until(lambda: bool(router.enqueues))
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(2.0)
 
     assert not waiting.done()
     waiting.cancel()
