@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
+from redis.asyncio import Redis
 
 from tests.integration.observations import audit_rows, metric, seconds_until_no_block_is_held
 from tests.integration.octavo import RunningOctavo, start_octavo
@@ -180,6 +181,30 @@ async def test_a_second_request_with_the_same_prefix_says_how_much_was_cached(ru
     assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
     assert first["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
     assert sorted(row["cached_tokens"] for row in rows) == cached
+
+
+async def test_the_registries_name_the_node_and_the_prefixes_it_holds(running_octavo: StartOctavo) -> None:
+    with running_octavo(*STUB) as octavo:
+        redis = Redis.from_url(octavo.state()["redis_url"], decode_responses=True)
+        async with session_of(octavo) as session, redis:
+            await complete(session, content="words that fill some blocks " * 20, max_tokens=3)
+            async with asyncio.timeout(15):
+                while not (held := [key async for key in redis.scan_iter("prompt_cache_manifest:*")]):
+                    await asyncio.sleep(0.1)
+                while not (routed := [key async for key in redis.scan_iter("prompt_prefix_cache:*")]):
+                    await asyncio.sleep(0.1)
+            node = await redis.hgetall("gpu_cluster_nodes:engine-0")
+            row = await redis.hgetall(held[0])
+            entry = await redis.hgetall(routed[0])
+
+    assert {
+        *("node_id", "gpu_type", "total_vram_bytes", "free_kv_cache_blocks", "active_slots"),
+        *("tensor_parallel_size", "address", "model_name", "incarnation"),
+    } <= node.keys()
+    assert row.keys() == {"prefix_hash", "node_id", "block_indices", "last_accessed"}
+    assert entry.keys() == {"prefix_hash", "node_id", "token_length", "last_accessed_at"}
+    assert len(row["prefix_hash"]) == len(entry["prefix_hash"]) == 64
+    assert row["node_id"] == entry["node_id"] == "engine-0"
 
 
 async def test_sigterm_finishes_streams_and_flushes_every_row(running_octavo: StartOctavo) -> None:
