@@ -5,7 +5,8 @@ from libs.kv.prefix_hash import (
     HashContract,
     PrefixHash,
     PrefixHasher,
+    SharedPrefix,
     prefix_hashes,
 )
 
-__all__ = ["HASH_ALGORITHM", "HashContract", "PrefixHash", "PrefixHasher", "prefix_hashes"]
+__all__ = ["HASH_ALGORITHM", "HashContract", "PrefixHash", "PrefixHasher", "SharedPrefix", "prefix_hashes"]

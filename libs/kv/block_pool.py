@@ -157,15 +157,6 @@ class BlockPool:
             if self._hashes[block] is not None:
                 self._drop_hash(block)
 
-    def clear_hashes(self) -> None:
-        """Forget all contents; holders keep their blocks."""
-        for block in self._block_of.values():
-            self._hashes[block] = None
-        self._block_of.clear()
-        self._num_evictable = 0
-        self._stored.clear()
-        self._removed.clear()
-
     def take_changes(self) -> PoolChanges:
         """Return what changed since the last call; a hash that came and went in between is in neither list."""
         changes = PoolChanges(tuple(self._removed), tuple(self._stored.items()))
@@ -215,6 +206,39 @@ class BlockPool:
         if not (self._stored.items() <= self._block_of.items() and is_cached_again):
             faults.append("the changes to tell and the hash map differ")
         return faults
+
+    def rebuild(self, holders: dict[int, int]) -> None:
+        """Make counts, queue and hash map agree with the true holders of each block.
+
+        What can be found keeps being found; blocks that were lost become free, and blocks that were handed out
+        twice are held by all their holders.
+        """
+        order = [block for block in dict.fromkeys(self._queue()) if not holders.get(block)]
+        lost = set(range(self.num_blocks)) - set(order) - {block for block, count in holders.items() if count}
+        believed = self._block_of.keys() | {value for value in self._hashes if value is not None}
+        # A hash is kept where map and block agree; a lost block's contents are not to be trusted.
+        kept = {
+            value: block
+            for block, value in enumerate(self._hashes)
+            if value is not None and self._block_of.get(value) == block and block not in lost
+        }
+        for prefix_hash in believed - kept.keys():
+            if self._stored.pop(prefix_hash, None) is None:
+                self._removed[prefix_hash] = None
+        self._stored = {value: kept[value] for value in self._stored if value in kept}
+        for prefix_hash in self._removed.keys() & kept.keys() - self._stored.keys():
+            del self._removed[prefix_hash]
+        self._block_of = kept
+        self._hashes = [None] * self.num_blocks
+        for prefix_hash, block in kept.items():
+            self._hashes[block] = prefix_hash
+        self._ref_counts = array("i", (holders.get(block, 0) for block in range(self.num_blocks)))
+        self._head, self._tail = self.num_blocks, self.num_blocks + 1
+        self._next[self._head], self._previous[self._tail] = self._tail, self._head
+        for block in [*sorted(lost), *order]:
+            self._link_before(block, self._tail)
+        self._num_unheld = len(lost) + len(order)
+        self._num_evictable = sum(1 for block in order if self._hashes[block] is not None)
 
     def _queue(self, *, is_backwards: bool = False) -> Iterator[int]:
         """Walk the free queue, even a damaged one: at most once around, and never outside the pool."""

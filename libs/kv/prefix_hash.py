@@ -34,18 +34,33 @@ class HashContract:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The leading blocks that all tenants share, because the operator has declared their text."""
+
+    salt: bytes
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixHasher:
-    """Hashes blocks of one size under one salt."""
+    """Hashes blocks of one size under one salt.
+
+    Blocks of a shared prefix chain from the operator's salt; the tenant's enters at the first block after it, so
+    that all that follows is the tenant's own.
+    """
 
     block_size: int
     cache_salt: bytes = b""
+    shared_prefix: SharedPrefix | None = None
 
-    def block_hash(self, parent: PrefixHash | None, block_token_ids: npt.NDArray[np.uint32]) -> PrefixHash:
-        """Hash one full block of ``[block_size]`` ids after ``parent``; None stands for the first block."""
+    def block_hash(
+        self, index: int, parent: PrefixHash | None, block_token_ids: npt.NDArray[np.uint32]
+    ) -> PrefixHash:
+        """Hash the full block ``index`` of ``[block_size]`` ids after ``parent``; the first block has none."""
         digest = hashlib.sha256(_ROOT if parent is None else parent)
-        if parent is None and self.cache_salt:
+        if salt := self._salt_entering_at(index):
             # The length makes the encoding unambiguous.
-            digest.update(_SALT_TAG + len(self.cache_salt).to_bytes(4, "little") + self.cache_salt)
+            digest.update(_SALT_TAG + len(salt).to_bytes(4, "little") + salt)
         digest.update(block_token_ids.astype("<u4", copy=False).tobytes())
         return PrefixHash(digest.digest())
 
@@ -54,14 +69,23 @@ class PrefixHasher:
         for index in range(len(chain), num_tokens // self.block_size):
             parent = chain[index - 1] if index else None
             start = index * self.block_size
-            chain.append(self.block_hash(parent, token_ids[start : start + self.block_size]))
+            chain.append(self.block_hash(index, parent, token_ids[start : start + self.block_size]))
+
+    def _salt_entering_at(self, index: int) -> bytes:
+        num_shared = self.shared_prefix.num_blocks if self.shared_prefix else 0
+        if index == num_shared:
+            return self.cache_salt
+        return self.shared_prefix.salt if self.shared_prefix and index == 0 else b""
 
 
 def prefix_hashes(
-    token_ids: Sequence[int] | npt.NDArray[np.uint32], block_size: int, cache_salt: bytes = b""
+    token_ids: Sequence[int] | npt.NDArray[np.uint32],
+    block_size: int,
+    cache_salt: bytes = b"",
+    shared_prefix: SharedPrefix | None = None,
 ) -> list[PrefixHash]:
     """Return the hash chain of all full blocks of ``token_ids``."""
     ids = np.asarray(token_ids, dtype=np.uint32)
     chain: list[PrefixHash] = []
-    PrefixHasher(block_size, cache_salt).extend(chain, ids, len(ids))
+    PrefixHasher(block_size, cache_salt, shared_prefix).extend(chain, ids, len(ids))
     return chain

@@ -24,6 +24,10 @@ class StepStream:
         """Send a step; raises WorkerLost."""
         await self._stream.send(wire.step_message(output))
 
+    async def send_empty(self) -> None:
+        """Send a step that computes nothing; raises WorkerLost."""
+        await self._stream.send(wire.empty_step_message())
+
     async def __aiter__(self) -> AsyncIterator[StepResult]:
         async for message in self._stream:
             yield wire.step_result_of(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libs.config import setting
+from services.engine.core.scheduler import Admission, Batching, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +32,34 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = setting(True, "Keep full blocks for later requests.", unit="true|false")
     watermark_fraction: float = setting(0.01, "Share of blocks kept free when admitting.", unit="fraction")
+    aging_seconds: float = setting(
+        30.0, "Head start in line that one level of priority gives; 0 serves by arrival.", unit="seconds"
+    )
+    target_itl: float | None = setting(
+        None, "Predicted time of a step at most while somebody decodes; prompts wait for it.", unit="seconds"
+    )
+    max_prefill_share: float = setting(
+        0.5, "Share of a step that one prompt may take while others wait.", unit="fraction"
+    )
+    admission: Admission = setting(
+        Admission.PREDICTED_PEAK, "What must fit before a request starts.", unit="predicted_peak|watermark"
+    )
+    batching: Batching = setting(
+        Batching.CONTINUOUS, "static waits for the longest of a batch; for measurements.", unit="continuous|static"
+    )
+    layout: Layout = setting(
+        Layout.PAGED, "contiguous gives everyone max_model_len; for measurements.", unit="paged|contiguous"
+    )
+    max_steps_in_flight: int = setting(
+        2, "2 sends a step while the one before it is computed; 1 waits for its result.", unit="steps"
+    )
     lease_seconds: float = setting(5.0, "Life of the entry in gpu_cluster_nodes.", unit="seconds")
     load_timeout_seconds: float = setting(900.0, "Longest time to load the model.", unit="seconds")
     step_timeout_seconds: float = setting(60.0, "A worker that takes longer for a step is lost.", unit="seconds")
     stall_seconds: float = setting(10.0, "A step that takes longer makes the engine not ready.", unit="seconds")
+    heartbeat_seconds: float = setting(
+        2.0, "While nothing is computed, how often the worker is asked for a sign of life.", unit="seconds"
+    )
     drain_timeout_seconds: float = setting(30.0, "Time for running requests at shutdown.", unit="seconds")
     integrity_interval_steps: int = setting(1000, "Steps between two checks of the block accounts.", unit="steps")
     metrics_port: int = setting(0, "Port of /metrics; 0 serves none.", unit="port")
@@ -44,6 +69,14 @@ class EngineConfig:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.max_steps_in_flight not in (1, 2):
+            raise ValueError(f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}.")
+        if self.target_itl is not None and not self.target_itl > 0:
+            raise ValueError(f"target_itl must be above 0 seconds, not {self.target_itl}.")
+        if not 0 < self.max_prefill_share <= 1:
+            raise ValueError(f"max_prefill_share must be in (0, 1], not {self.max_prefill_share}.")
+        if not self.aging_seconds >= 0:
+            raise ValueError(f"aging_seconds must be at least 0, not {self.aging_seconds}.")
         if not self.worker_addresses:
             raise ValueError("worker_addresses must name at least one worker.")
         if not 0 <= self.watermark_fraction < 1:

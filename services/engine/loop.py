@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from libs.errors import (
@@ -28,7 +29,7 @@ from services.engine import wire
 from services.engine.config import EngineConfig
 from services.engine.core.request import Request, SequenceEnd
 from services.engine.core.scheduler import Scheduler, SchedulerConfig
-from services.engine.core.scheduler_output import SchedulerOutput, StepEvents, StepResult
+from services.engine.core.scheduler_output import PageTableRow, SchedulerOutput, StepEvents, StepResult
 from services.engine.feed import EngineFeed, FeedEvent
 from services.engine.identity import EngineIdentity, EngineState, EngineStatus, LoadedModel
 from services.engine.outbox import Outbox
@@ -70,8 +71,10 @@ class EngineLoop:
         self._model: LoadedModel | None = None
         self._scheduler: Scheduler | None = None
         self._is_draining = False
+        self._in_flight: deque[SchedulerOutput] = deque()
         self._step_started: float | None = None
         self._last_result: float | None = None
+        self._last_answer = self._clock()
         self._last_load_told = float("-inf")
         self._last_load_was_idle = False
         self._handles = itertools.count(1)
@@ -102,16 +105,28 @@ class EngineLoop:
         while True:
             steps.raise_if_lost()
             self._publish_ends(scheduler.expire(self._clock()))
-            output = scheduler.schedule(self._clock())
-            if output is None:
-                self._last_result = None
+            await self._fill_pipeline(scheduler, steps)
+            if not self._in_flight:
                 self._tell_load()
                 await self._wait_for_work()
+                await self._beat_if_due(steps)
                 continue
-            result = await self._execute(steps, output)
-            events = scheduler.apply(result, self._clock())
-            self._publish(events)
+            result = await steps.next_result()
+            output = self._in_flight.popleft()
+            self._note_answer()
+            self._publish(scheduler.apply(result, self._clock()))
             self._account(output, result)
+
+    async def _fill_pipeline(self, scheduler: Scheduler, steps: StepRunner) -> None:
+        """Send steps until as many are in flight as may be: the worker computes one while the next is decided."""
+        while scheduler.can_schedule:
+            output = scheduler.schedule(self._clock())
+            if output is None:
+                return
+            if not self._in_flight:
+                self._note_start()
+            self._in_flight.append(output)
+            await steps.send(output)
 
     # ---- what servicers ask ----
 
@@ -169,6 +184,10 @@ class EngineLoop:
         if self._scheduler is not None:
             self._publish_ends(self._scheduler.abort(request_id, self._clock(), handles))
             self._wake.set()
+
+    def page_table(self, request_id: str) -> tuple[PageTableRow, ...]:
+        """Return where the computed tokens of a request lie."""
+        return self._scheduler.page_table(request_id) if self._scheduler else ()
 
     def drain(self) -> None:
         """Take no new requests; those that run or wait go on."""
@@ -233,6 +252,13 @@ class EngineLoop:
                 eos_token_ids=model.eos_token_ids,
                 enable_prefix_caching=config.enable_prefix_caching,
                 watermark_fraction=config.watermark_fraction,
+                aging_seconds=config.aging_seconds,
+                target_itl_seconds=config.target_itl,
+                max_prefill_share=config.max_prefill_share,
+                max_steps_in_flight=config.max_steps_in_flight,
+                admission=config.admission,
+                batching=config.batching,
+                layout=config.layout,
             ),
             self._handles,
         )
@@ -249,6 +275,7 @@ class EngineLoop:
         lost = WorkerLost(f"A worker of the engine was lost: {error.message}", retry_after_seconds=1.0)
         self._publish_ends(self._scheduler.fail_all(lost, self._clock()))
         self._scheduler = None
+        self._in_flight.clear()
         self._step_started = None
         self._incarnation += 1
         self._feed.begin_incarnation(self._incarnation, self.status)
@@ -256,15 +283,29 @@ class EngineLoop:
 
     # ---- one step ----
 
-    async def _execute(self, steps: StepRunner, output: SchedulerOutput) -> StepResult:
+    def _note_start(self) -> None:
+        """Note that the worker begins a step now: it had nothing to do."""
         self._step_started = self._clock()
         if self._last_result is not None:
             self._metrics.idle_gap_seconds.observe(self._step_started - self._last_result)
-        try:
-            return await steps.execute(output)
-        finally:
-            self._step_started = None
-            self._last_result = self._clock()
+
+    def _note_answer(self) -> None:
+        """Note that the worker has answered a step, and begins the next if it has one already."""
+        now = self._last_answer = self._clock()
+        if self._in_flight:
+            self._step_started, self._last_result = now, None
+            self._metrics.idle_gap_seconds.observe(0.0)
+        else:
+            self._step_started, self._last_result = None, now
+
+    async def _beat_if_due(self, steps: StepRunner) -> None:
+        """Ask an idle worker for a sign of life; while it owes one the engine counts as stalled after a while."""
+        now = self._clock()
+        if self._require_scheduler().has_work or now - self._last_answer < self._config.heartbeat_seconds:
+            return
+        self._step_started = now
+        await steps.beat()
+        self._step_started, self._last_answer = None, self._clock()
 
     async def _wait_for_work(self) -> None:
         try:
@@ -272,6 +313,9 @@ class EngineLoop:
                 await self._wake.wait()
         except TimeoutError:
             return
+        finally:
+            # A gap counts only while there is work.
+            self._last_result = None
         self._wake.clear()
 
     def _account(self, output: SchedulerOutput, result: StepResult) -> None:
@@ -297,9 +341,9 @@ class EngineLoop:
             self._check_integrity(scheduler)
 
     def _check_integrity(self, scheduler: Scheduler) -> None:
-        for fault in scheduler.check_integrity():
+        for fault in scheduler.audit():
             self._metrics.integrity_faults.inc()
-            _log.error("integrity fault", fault=fault)
+            _log.error("integrity fault repaired", fault=fault)
 
     # ---- telling others ----
 

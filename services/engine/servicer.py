@@ -73,6 +73,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         status = self._loop.status
         return engine_pb2.GetEngineResponse(engine=wire.engine_message(status), load=wire.load_message(status))
 
+    async def GetPageTable(
+        self,
+        request: engine_pb2.GetPageTableRequest,
+        context: grpc.aio.ServicerContext[engine_pb2.GetPageTableRequest, engine_pb2.GetPageTableResponse],
+    ) -> AsyncIterator[engine_pb2.GetPageTableResponse]:
+        """Send the rows as they are now."""
+        for message in wire.page_table_messages(self._loop.page_table(request.request_id)):
+            yield message
+
     async def DrainEngine(
         self,
         request: engine_pb2.DrainEngineRequest,

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from libs.errors import InternalError, InvalidRequest, OctavoError
-from libs.kv import PrefixHash
+from libs.errors import InternalError, InvalidLogits, InvalidRequest, OctavoError, UnsupportedField
+from libs.kv import PrefixHash, SharedPrefix
 from libs.kv.block_pool import PoolChanges
 from libs.protogen.engine.v1 import engine_pb2
 from libs.protogen.generation.v1 import generation_pb2
@@ -17,7 +17,13 @@ from libs.protogen.worker.v1 import worker_pb2
 from libs.rpc import duration_from_seconds, seconds_from_duration, status_from_error
 from services.engine.config import EngineConfig
 from services.engine.core.request import FinishReason, Request, SequenceEnd, StopCriteria, Usage
-from services.engine.core.scheduler_output import SchedulerOutput, StepEvents, StepResult
+from services.engine.core.scheduler_output import (
+    PageTableRow,
+    SchedulerOutput,
+    SlotFailure,
+    StepEvents,
+    StepResult,
+)
 from services.engine.feed import FeedEvent
 from services.engine.identity import EngineState, EngineStatus, LoadedModel
 
@@ -26,6 +32,7 @@ GenerateResponse: TypeAlias = generation_pb2.GenerateResponse
 
 # 32 bytes each: parts stay well under 1 MB.
 _HASHES_PER_PART = 16_384
+_ROWS_PER_PART = 4_096
 
 _STATES = {
     EngineState.STARTING: engine_pb2.ENGINE_STATE_STARTING,
@@ -63,6 +70,9 @@ def request_from_submit(submit: generation_pb2.Submit, *, owner: int, now: float
         tenant_id=submit.tenant_id,
         priority=submit.priority,
         cache_salt=submit.cache_salt,
+        shared_prefix=SharedPrefix(submit.shared_prefix.salt, submit.shared_prefix.num_blocks)
+        if submit.HasField("shared_prefix")
+        else None,
         deadline=deadline,
         choices=tuple(np.array(choice.output_token_ids, np.uint32) for choice in submit.choices),
     )
@@ -176,6 +186,8 @@ def step_message(output: SchedulerOutput) -> worker_pb2.ExecuteStepsRequest:
         num_scheduled_tokens=output.num_scheduled_tokens.tolist(),
         num_new_blocks=output.num_new_blocks.tolist(),
         new_block_ids=output.new_block_ids.tolist(),
+        copy_source_block_ids=[copy.source_block_id for copy in output.block_copies],
+        copy_target_block_ids=[copy.target_block_id for copy in output.block_copies],
     )
     for new in output.new_sequences:
         assert isinstance(new.sampling_params, generation_pb2.SamplingParams)
@@ -191,20 +203,28 @@ def step_message(output: SchedulerOutput) -> worker_pb2.ExecuteStepsRequest:
     return message
 
 
+def empty_step_message() -> worker_pb2.ExecuteStepsRequest:
+    """Build a step that computes nothing; the scheduler's steps count from one."""
+    return worker_pb2.ExecuteStepsRequest(step_id=0)
+
+
 def step_result_of(message: worker_pb2.ExecuteStepsResponse) -> StepResult:
     """Parse a step's result; raises InternalError when a slot got more or less than one token."""
     if any(count != 1 for count in message.num_tokens) or len(message.token_ids) != len(message.slots):
         raise InternalError(f"Step {message.step_id} must give one token for each sampled slot.")
-    for failed in message.failed_sequences:
-        if failed.failure != worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS:
-            raise InternalError(f"Step {message.step_id} failed a sequence for an unknown reason.")
     return StepResult(
         step_id=message.step_id,
         slots=np.array(message.slots, np.int64),
         token_ids=np.array(message.token_ids, np.uint32),
-        failed_slots=tuple(failed.slot for failed in message.failed_sequences),
+        failures=tuple(SlotFailure(failed.slot, _failure_of(failed)) for failed in message.failed_sequences),
         step_seconds=seconds_from_duration(message.step_duration),
     )
+
+
+def _failure_of(failed: worker_pb2.FailedSequence) -> OctavoError:
+    if failed.failure == worker_pb2.SEQUENCE_FAILURE_UNSUPPORTED:
+        return UnsupportedField(failed.message, param="sampling_params")
+    return InvalidLogits(failed.message or "The model gave logits that are not numbers.")
 
 
 # ---- identity and watch: engine and routers ----
@@ -290,3 +310,17 @@ def watch_messages(event: FeedEvent) -> Iterator[engine_pb2.WatchEngineResponse]
         response = message()
         response.load.CopyFrom(load_message(event.status))
         yield response
+
+
+def page_table_messages(rows: Sequence[PageTableRow]) -> Iterator[engine_pb2.GetPageTableResponse]:
+    """Build the messages of a page table."""
+    for start in range(0, len(rows), _ROWS_PER_PART):
+        message = engine_pb2.GetPageTableResponse()
+        for row in rows[start : start + _ROWS_PER_PART]:
+            message.rows.add(
+                handle=row.handle,
+                logical_token_index=row.logical_token_index,
+                physical_block_id=row.physical_block_id,
+                reference_count=row.reference_count,
+            )
+        yield message

@@ -11,6 +11,9 @@ from services.engine.clients import StepStream, WorkerClient
 from services.engine.core.scheduler_output import SchedulerOutput, StepResult
 from services.engine.identity import LoadedModel
 
+# More than can be in flight: a worker that answers more has lost its way.
+_MAX_UNREAD_RESULTS = 4
+
 
 class StepRunner:
     """Open step streams to all ranks; made by ``WorkerGroup.open_steps``.
@@ -23,20 +26,34 @@ class StepRunner:
         self._timeout_seconds = timeout_seconds
         self._on_lost = on_lost
         # None only wakes the one who waits: a stream has broken.
-        self._results: asyncio.Queue[StepResult | None] = asyncio.Queue(maxsize=1)
+        self._results: asyncio.Queue[StepResult | None] = asyncio.Queue(_MAX_UNREAD_RESULTS)
         self._lost: OctavoError | None = None
 
-    async def execute(self, output: SchedulerOutput) -> StepResult:
-        """Run a step on all ranks and return rank 0's result; raises WorkerLost."""
+    async def send(self, output: SchedulerOutput) -> None:
+        """Send a step to all ranks without waiting for its result; raises WorkerLost."""
         self.raise_if_lost()
         for stream in self._streams:
             await stream.send(output)
+
+    async def beat(self) -> None:
+        """Send a step that computes nothing and wait for its answer; raises WorkerLost.
+
+        Only a round trip through the worker's own loop shows that it is alive and not merely connected.
+        """
+        self.raise_if_lost()
+        for stream in self._streams:
+            await stream.send_empty()
+        await self.next_result()
+
+    async def next_result(self) -> StepResult:
+        """Return rank 0's result of the oldest step that was sent; raises WorkerLost."""
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 result = await self._results.get()
         except TimeoutError:
             raise WorkerLost(f"A step took longer than {self._timeout_seconds:g} seconds.") from None
-        self.raise_if_lost()
+        if result is None:
+            self.raise_if_lost()
         assert result is not None, "woken without a result and without a loss"
         return result
 
@@ -59,7 +76,7 @@ class StepRunner:
     def _note_loss(self, error: WorkerLost) -> None:
         if self._lost is None:
             self._lost = error
-        if self._results.empty():
+        if not self._results.full():
             self._results.put_nowait(None)
         self._on_lost()
 

@@ -173,6 +173,7 @@ class ChatCompletions:
             prompt_token_ids=prompt.token_ids,
             sampling_params=self._sampling_params(request, max_output_tokens),
             cache_salt=caller.tenant.cache_salt,
+            shared_prefix=prompt.shared_prefix,
         )
         return self._generations.new(ask, submission, deadline=exchange.deadline)
 

@@ -62,6 +62,10 @@ class GatewayConfig:
         None, "Secret that tenants' cache salts derive from; unset keeps one in data_dir. Equal on all gateways."
     )
 
+    shared_prompt_files: tuple[str, ...] = setting(
+        (), "Files with one system prompt each whose cached blocks all tenants share, comma-separated."
+    )
+
     max_body_bytes: int = setting(4 * 1024 * 1024, "Largest request body; more is refused with 413.", unit="bytes")
     max_concurrent_requests: int = setting(4096, "Requests in this gateway at once; more are refused with 503.")
     text_threads: int = setting(2, "Threads that render templates and tokenize.")

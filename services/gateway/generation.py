@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from libs.errors import OctavoError
+from libs.kv import SharedPrefix
 
 
 class FinishReason(StrEnum):
@@ -46,6 +47,7 @@ class Submission:
     prompt_token_ids: Sequence[int]
     sampling_params: SamplingParams
     cache_salt: bytes
+    shared_prefix: SharedPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from services.gateway.http_server import HttpServer
 from services.gateway.identity import Authenticator, cache_salt_secret, read_api_keys
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.placement import Placements, RouterPlacements
+from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import TextPreparation
 
 if TYPE_CHECKING:
@@ -105,10 +106,16 @@ class _Foundation:
 def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation:
     data_dir = Path(config.data_dir)
     keys = None if config.api_keys_file is None else read_api_keys(Path(config.api_keys_file))
-    authenticator = Authenticator(keys, cache_salt_secret(config.cache_salt_secret, data_dir))
+    salt_secret = cache_salt_secret(config.cache_salt_secret, data_dir)
+    authenticator = Authenticator(keys, salt_secret)
     model_path = resolve_model_path(config.model)
     model_text = load_model_text(model_path)
-    text = TextPreparation(model_text, block_size=config.block_size, num_threads=config.text_threads)
+    shared_prefixes = SharedPrefixes.read(
+        config.shared_prompt_files, model_text, salt_secret=salt_secret, block_size=config.block_size
+    )
+    text = TextPreparation(
+        model_text, shared_prefixes, block_size=config.block_size, num_threads=config.text_threads
+    )
     stack.callback(text.close)
     model = ModelFacts(
         name=config.served_model_name or default_served_model_name(model_path),

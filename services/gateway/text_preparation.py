@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from libs.errors import ContextLengthExceeded, InvalidRequest
-from libs.kv import HASH_ALGORITHM, HashContract, PrefixHash, prefix_hashes
+from libs.kv import HASH_ALGORITHM, HashContract, PrefixHash, SharedPrefix, prefix_hashes
 from libs.text import ModelText
 from services.gateway.openai_schema import ValidChatCompletion
+from services.gateway.shared_prefixes import SharedPrefixes
 
 _LONG_TEXT_CHARACTERS = 256 * 1024
 
@@ -24,6 +25,7 @@ class PreparedPrompt:
 
     token_ids: list[int]
     prefix_hashes: list[PrefixHash]
+    shared_prefix: SharedPrefix | None = None
 
 
 class TextPreparation:
@@ -32,8 +34,11 @@ class TextPreparation:
     Its queue is bounded by the number of requests that the gateway admits.
     """
 
-    def __init__(self, model_text: ModelText, *, block_size: int, num_threads: int) -> None:
+    def __init__(
+        self, model_text: ModelText, shared_prefixes: SharedPrefixes, *, block_size: int, num_threads: int
+    ) -> None:
         self.model_text = model_text
+        self._shared_prefixes = shared_prefixes
         self.hash_contract = HashContract(block_size, HASH_ALGORITHM, model_text.tokenizer_digest)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         # Long texts queue among themselves, so that they cannot hold up everybody else.
@@ -65,7 +70,9 @@ class TextPreparation:
         )
         if len(token_ids) >= max_model_len:
             return PreparedPrompt(token_ids, [])
-        return PreparedPrompt(token_ids, prefix_hashes(token_ids, self.hash_contract.block_size, cache_salt))
+        shared_prefix = self._shared_prefixes.find(token_ids)
+        hashes = prefix_hashes(token_ids, self.hash_contract.block_size, cache_salt, shared_prefix)
+        return PreparedPrompt(token_ids, hashes, shared_prefix)
 
 
 def fit_output(

@@ -59,6 +59,11 @@ def encode_submit(submission: Submission, remaining_seconds: float) -> generatio
             prompt_token_ids=submission.prompt_token_ids,
             sampling_params=_encode_sampling_params(submission.sampling_params),
             cache_salt=submission.cache_salt,
+            shared_prefix=None
+            if submission.shared_prefix is None
+            else generation_pb2.SharedPrefix(
+                salt=submission.shared_prefix.salt, num_blocks=submission.shared_prefix.num_blocks
+            ),
             choices=[generation_pb2.ChoiceState()],
         )
     )

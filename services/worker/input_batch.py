@@ -85,7 +85,7 @@ class InputBatch:
         self._num_blocks = np.zeros(rows, dtype=np.int64)
         self._is_known = np.zeros(rows, dtype=np.bool_)
         self._has_failed = np.zeros(rows, dtype=np.bool_)
-        self._failures: dict[int, SequenceFailure] = {}  # why, for the slots that have
+        self._failures: dict[int, FailedSequence] = {}  # by slot
 
     def reset(self) -> None:
         """Forget all sequences."""
@@ -113,7 +113,7 @@ class InputBatch:
                 refused[sequence.slot] = error
         for slot, refusal_error in refused.items():
             _log.error("sequence refused", slot=slot, reason=refusal_error.message)
-            self.fail(slot, SequenceFailure.REFUSED)
+            self.fail(slot, SequenceFailure.REFUSED, refusal_error.message)
         self._check_scheduled(step)
         is_alive = ~self._has_failed[step.slots]
         failed_slots = dict.fromkeys([*refused, *step.slots[~is_alive].tolist()])
@@ -122,14 +122,14 @@ class InputBatch:
             batch=self._flatten(step.slots[is_alive], step.num_scheduled_tokens[is_alive])
             if is_alive.any()
             else None,
-            failed_sequences=tuple(FailedSequence(slot, self._failures[slot]) for slot in failed_slots),
+            failed_sequences=tuple(self._failures[slot] for slot in failed_slots),
         )
 
-    def fail(self, slot: int, failure: SequenceFailure) -> FailedSequence:
+    def fail(self, slot: int, failure: SequenceFailure, message: str) -> FailedSequence:
         """Remember that a sequence cannot go on; it is not computed until it ends."""
         self._has_failed[slot] = True
-        self._failures[slot] = failure
-        return FailedSequence(slot, failure)
+        self._failures[slot] = FailedSequence(slot, failure, message)
+        return self._failures[slot]
 
     def commit(self, batch: FlatBatch, sampled_slots: IntArray, token_ids: IntArray) -> None:
         """Record that the batch is computed and append the sampled tokens."""

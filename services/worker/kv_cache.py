@@ -85,6 +85,11 @@ class KVCache:
         )
         self.layers = _allocate(plan.size_bytes).view(dtype).view(shape).unbind(0)
 
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the contents of blocks ``[num_copies]`` to other blocks, in all layers."""
+        for layer in self.layers:
+            layer[targets] = layer[sources]
+
     def clear_slots(self, slots: Tensor) -> None:
         """Zero the slots ``[num_slots]`` that a failed sequence has written, so that the cache stays finite."""
         for layer in self.layers:

@@ -44,6 +44,9 @@ _DTYPES = {WeightsType.BFLOAT16: torch.bfloat16, WeightsType.FLOAT32: torch.floa
 _SLACK_BYTES = 64 * 2**20
 
 
+_NOT_NUMBERS = "The model gave logits that are not numbers."
+
+
 class TorchRunner:
     """A ``ModelRunner`` on torch. All methods are called from one thread: torch's thread count belongs to it."""
 
@@ -107,6 +110,10 @@ class TorchRunner:
         started = time.perf_counter()
         if self._loaded is None:
             raise InternalError("A step came before the model was loaded.")
+        if len(step.copy_source_block_ids):
+            self._loaded.cache.copy_blocks(
+                torch.from_numpy(step.copy_source_block_ids), torch.from_numpy(step.copy_target_block_ids)
+            )
         prepared = self._loaded.batch.prepare(step, self._loaded.admit)
         sampled, num_computed_tokens = SampledTokens.none(), 0
         if prepared.batch is not None:
@@ -161,7 +168,8 @@ class _Loaded:
             logits = self.model.logits(hidden[torch.from_numpy(batch.last_rows[is_sampled])])
             rows = self.sampler.sample(logits, slots, self.batch.num_output_tokens(slots), self._histories(slots))
             failed += [
-                self.batch.fail(slot, SequenceFailure.INVALID_LOGITS) for slot in slots[~rows.is_valid].tolist()
+                self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
+                for slot in slots[~rows.is_valid].tolist()
             ]
             slots, token_ids = slots[rows.is_valid], rows.token_ids[rows.is_valid]
         self.batch.commit(batch, slots, token_ids)
@@ -192,7 +200,10 @@ class _Loaded:
         """Fail sequences whose hidden states are not finite, and take what they wrote out of the cache."""
         slots_written = batch.slot_mapping[batch.rows_of(is_failed)]
         self.cache.clear_slots(torch.from_numpy(slots_written))
-        return [self.batch.fail(slot, SequenceFailure.INVALID_LOGITS) for slot in batch.slots[is_failed].tolist()]
+        return [
+            self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
+            for slot in batch.slots[is_failed].tolist()
+        ]
 
 
 def _is_finite_by_sequence(hidden: Tensor, batch: FlatBatch) -> NDArray[np.bool_]:

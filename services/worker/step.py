@@ -118,14 +118,17 @@ class StepInput:
     num_scheduled_tokens: IntArray  # [num_seqs]
     num_new_blocks: IntArray  # [num_seqs]
     new_block_ids: IntArray  # [sum of num_new_blocks]
+    copy_source_block_ids: IntArray  # [num_copies] copied before anything is computed
+    copy_target_block_ids: IntArray  # [num_copies]
 
 
 @dataclass(frozen=True, slots=True)
 class FailedSequence:
-    """A sequence that could not go on."""
+    """A sequence that could not go on, with a sentence for the one who asked."""
 
     slot: int
     failure: SequenceFailure
+    message: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,6 +25,7 @@ from libs.text import load_model_text, resolve_model_path
 from services.worker.config import WorkerConfig
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.step import (
+    IntArray,
     LoadedModel,
     LoadProgress,
     LoadRequest,
@@ -94,6 +95,7 @@ class StubRunner:
         started = time.perf_counter()
         if self._loaded is None:
             raise InternalError("A step came before the model was loaded.")
+        self._loaded.copy_blocks(step.copy_source_block_ids, step.copy_target_block_ids)
         prepared = self._loaded.batch.prepare(step, self._loaded.admit)
         sampled, num_computed_tokens = SampledTokens.none(), 0
         if prepared.batch is not None:
@@ -146,6 +148,10 @@ class _StubState:
         self._starts[sequence.slot] = (
             0 if params.is_greedy else (params.seed * _SEED_MULTIPLIER + sequence.choice_index) & _MASK
         )
+
+    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy contents between blocks."""
+        self._stored[targets] = self._stored[sources]
 
     def compute(self, batch: FlatBatch) -> SampledTokens:
         """Write the step's tokens, check every context, and choose the next tokens."""

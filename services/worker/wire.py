@@ -28,10 +28,9 @@ from services.worker.step import (
     StepResult,
 )
 
-# A refusal has no name of its own on the wire yet; gateway and engine refuse such requests before they get here.
 _FAILURES = {
     SequenceFailure.INVALID_LOGITS: worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS,
-    SequenceFailure.REFUSED: worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS,
+    SequenceFailure.REFUSED: worker_pb2.SEQUENCE_FAILURE_UNSUPPORTED,
 }
 
 # Fields of SamplingParams that need an answer beyond token ids, or a grammar.
@@ -101,6 +100,8 @@ def step_input_of(message: worker_pb2.ExecuteStepsRequest) -> StepInput:
         num_scheduled_tokens=_array(message.num_scheduled_tokens),
         num_new_blocks=_array(message.num_new_blocks),
         new_block_ids=_array(message.new_block_ids),
+        copy_source_block_ids=_array(message.copy_source_block_ids),
+        copy_target_block_ids=_array(message.copy_target_block_ids),
     )
 
 
@@ -112,7 +113,7 @@ def step_response(result: StepResult) -> worker_pb2.ExecuteStepsResponse:
         num_tokens=result.num_tokens.tolist(),
         token_ids=result.token_ids.tolist(),
         failed_sequences=[
-            worker_pb2.FailedSequence(slot=failed.slot, failure=_FAILURES[failed.failure])
+            worker_pb2.FailedSequence(slot=failed.slot, failure=_FAILURES[failed.failure], message=failed.message)
             for failed in result.failed_sequences
         ],
         step_duration=duration_from_seconds(result.duration_seconds),

@@ -10,7 +10,7 @@ from services.engine.core.sequence_table import SequenceTable, Slots
 
 
 class FinishRules:
-    """End tokens, stop token ids and length, over all sequences that got a token."""
+    """End tokens and stop token ids, over all sequences that got a token."""
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = np.array(sorted(eos_token_ids), np.uint32)
@@ -26,8 +26,3 @@ class FinishRules:
             if int(token_ids[index]) in stop_token_ids:
                 is_stopped[index] = True
         return is_stopped
-
-    def find_at_limit(self, table: SequenceTable, slots: Slots) -> npt.NDArray[np.bool_]:
-        """Mark the sequences that have as many tokens as they may; a stop in the last place is a stop."""
-        is_full: npt.NDArray[np.bool_] = table.num_tokens[slots] >= table.max_num_tokens[slots]
-        return is_full

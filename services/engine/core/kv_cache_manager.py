@@ -10,17 +10,31 @@ import numpy.typing as npt
 
 from libs.kv import PrefixHash, PrefixHasher
 from libs.kv.block_pool import BlockCounts, BlockPool, PoolChanges
+from services.engine.core.block_layout import BlockLayout
 from services.engine.core.request import Sequence
 from services.engine.core.sequence_table import SequenceTable, Slots
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The cached blocks that a sequence can start from. They are not held yet."""
+    """The blocks that a sequence can start from. They are not held yet.
+
+    ``copied_block_id`` is a block of a sibling's that is to be copied before it can be written: it holds the tokens
+    after ``block_ids``.
+    """
 
     block_ids: tuple[int, ...]
     num_tokens: int
     num_evictable_blocks: int
+    copied_block_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Contents to be copied from one block to another before a step computes."""
+
+    source_block_id: int
+    target_block_id: int
 
 
 NO_HIT = PrefixHit((), 0, 0)
@@ -30,9 +44,16 @@ class KVCacheManager:
     """The only caller of the block pool; writes the block tables in the sequence table."""
 
     def __init__(
-        self, table: SequenceTable, *, num_blocks: int, block_size: int, enable_prefix_caching: bool
+        self,
+        table: SequenceTable,
+        layout: BlockLayout,
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
     ) -> None:
         self.block_size = block_size
+        self._layout = layout
         self._table = table
         self._pool = BlockPool(num_blocks)
         self._enable_prefix_caching = enable_prefix_caching
@@ -53,8 +74,8 @@ class KVCacheManager:
         return self._pool.counts
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that hold this many tokens."""
-        return -(-num_tokens // self.block_size)
+        """Return the blocks that a sequence of this many tokens holds."""
+        return int(self._layout.blocks_for(np.array([num_tokens]))[0])
 
     def find_longest_prefix(self, sequence: Sequence) -> PrefixHit:
         """Look up the sequence's full blocks.
@@ -65,22 +86,43 @@ class KVCacheManager:
         if not self._enable_prefix_caching:
             return NO_HIT
         max_num_tokens = len(sequence.token_ids) - 1
-        self._hasher(sequence).extend(sequence.prefix_hashes, sequence.token_ids, len(sequence.token_ids))
+        self.hash_known_tokens(sequence)
         blocks = self._pool.find_longest_prefix(sequence.prefix_hashes[: max_num_tokens // self.block_size])
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size, self._pool.count_evictable(blocks))
 
-    def start(self, slot: int, hit: PrefixHit) -> None:
-        """Give a new row the blocks of its hit."""
+    def hash_known_tokens(self, sequence: Sequence) -> None:
+        """Complete the hash chain of a sequence without a slot."""
+        self._hasher(sequence).extend(sequence.prefix_hashes, sequence.token_ids, len(sequence.token_ids))
+
+    def fork_of(self, parent_slot: int, num_prompt_tokens: int) -> PrefixHit:
+        """Return the blocks of a prompt that another choice has computed.
+
+        The last prompt token is computed again, since its logits are gone: all blocks before its own are shared,
+        and its own is copied, because both choices will write there.
+        """
+        num_shared = (num_prompt_tokens - 1) // self.block_size
+        blocks = self._table.block_table[parent_slot, : num_shared + 1].tolist()
+        return PrefixHit(tuple(blocks[:num_shared]), num_prompt_tokens - 1, 0, copied_block_id=blocks[num_shared])
+
+    def start(self, slot: int, hit: PrefixHit) -> BlockCopy | None:
+        """Give a new row the blocks of its hit; the caller has made sure that a block for a copy is available."""
         self._pool.hold(hit.block_ids)
-        count = len(hit.block_ids)
-        self._table.block_table[slot, :count] = hit.block_ids
-        self._table.num_blocks[slot] = self._table.num_committed_blocks[slot] = count
-        self._table.num_computed_tokens[slot] = hit.num_tokens
+        table, count = self._table, len(hit.block_ids)
+        table.block_table[slot, :count] = hit.block_ids
+        table.num_blocks[slot] = table.num_committed_blocks[slot] = count
+        table.num_computed_tokens[slot] = hit.num_tokens
+        if hit.copied_block_id is None:
+            return None
+        [target] = self._pool.allocate(1)
+        table.block_table[slot, count] = target
+        table.num_blocks[slot] += 1
+        return BlockCopy(hit.copied_block_id, target)
 
     def missing_blocks(self, slots: Slots, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return, for each row, how many blocks it lacks to hold ``num_tokens`` tokens."""
-        needed = (num_tokens + (self.block_size - 1)) // self.block_size
-        missing: npt.NDArray[np.int64] = np.maximum(needed - self._table.num_blocks[slots], 0)
+        missing: npt.NDArray[np.int64] = np.maximum(
+            self._layout.blocks_for(num_tokens) - self._table.num_blocks[slots], 0
+        )
         return missing
 
     def allocate(self, slots: Slots, num_new_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
@@ -96,15 +138,27 @@ class KVCacheManager:
         self._table.num_blocks[slots] += num_new_blocks
         return block_ids
 
-    def commit(self, slots: Slots) -> None:
-        """Make the rows' newly full blocks findable. Only computed tokens count."""
+    def commit(self, slots: Slots, num_computed_tokens: npt.NDArray[np.int64]) -> dict[int, list[PrefixHash]]:
+        """Make the rows' newly full blocks findable; returns their hashes by handle.
+
+        ``num_computed_tokens`` is what each row had computed when its step ended; steps sent since do not count.
+        """
         table = self._table
-        num_full = table.num_computed_tokens[slots] // self.block_size
+        num_full = num_computed_tokens // self.block_size
+        committed: dict[int, list[PrefixHash]] = {}
         for index in np.flatnonzero(num_full > table.num_committed_blocks[slots]).tolist():
             slot, last = int(slots[index]), int(num_full[index])
-            if self._enable_prefix_caching:
-                self._store(slot, first=int(table.num_committed_blocks[slot]), last=last)
+            first = int(table.num_committed_blocks[slot])
             table.num_committed_blocks[slot] = last
+            if self._enable_prefix_caching:
+                sequence = table.sequence_at(slot)
+                self._hasher(sequence).extend(sequence.prefix_hashes, table.token_ids[slot], last * self.block_size)
+                committed[sequence.handle] = sequence.prefix_hashes[first:last]
+                for block, prefix_hash in zip(
+                    table.block_table[slot, first:last].tolist(), committed[sequence.handle], strict=True
+                ):
+                    self._pool.store(block, prefix_hash)
+        return committed
 
     def free(self, slot: int) -> None:
         """Give back all blocks of a row."""
@@ -123,9 +177,12 @@ class KVCacheManager:
         """Iterate over the prefix cache."""
         return self._pool.cached_hashes()
 
+    def reference_counts(self, slot: int) -> list[int]:
+        """Return how many holders each block of a row has."""
+        return [self._pool.ref_count(block) for block in self._table.blocks(slot)]
+
     def check_integrity(self) -> list[str]:
         """Compare block tables and pool; returns one sentence per fault."""
-        holders: dict[int, int] = {}
         faults: list[str] = []
         for slot in self._table.active_slots.tolist():
             blocks = self._table.blocks(slot)
@@ -133,15 +190,19 @@ class KVCacheManager:
                 faults.append(f"slot {slot} holds a block twice")
             if len(blocks) * self.block_size < self._table.num_computed_tokens[slot]:
                 faults.append(f"slot {slot} has computed more tokens than its blocks hold")
-            for block in blocks:
-                holders[block] = holders.get(block, 0) + 1
-        return faults + self._pool.check_integrity(holders)
+        return faults + self._pool.check_integrity(self._holders())
 
-    def _store(self, slot: int, *, first: int, last: int) -> None:
-        sequence = self._table.sequence_at(slot)
-        self._hasher(sequence).extend(sequence.prefix_hashes, self._table.token_ids[slot], last * self.block_size)
-        for index in range(first, last):
-            self._pool.store(int(self._table.block_table[slot, index]), sequence.prefix_hashes[index])
+    def repair(self) -> None:
+        """Make the pool agree with the block tables, which are what workers use."""
+        self._pool.rebuild(self._holders())
+
+    def _holders(self) -> dict[int, int]:
+        holders: dict[int, int] = {}
+        for slot in self._table.active_slots.tolist():
+            for block in self._table.blocks(slot):
+                holders[block] = holders.get(block, 0) + 1
+        return holders
 
     def _hasher(self, sequence: Sequence) -> PrefixHasher:
-        return PrefixHasher(self.block_size, sequence.request.cache_salt)
+        request = sequence.request
+        return PrefixHasher(self.block_size, request.cache_salt, request.shared_prefix)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from libs.errors import OctavoError
-from libs.kv import PrefixHash
+from libs.kv import PrefixHash, SharedPrefix
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -49,6 +49,7 @@ class Request:
     tenant_id: str = ""
     priority: int = 0
     cache_salt: bytes = b""
+    shared_prefix: SharedPrefix | None = None
     deadline: float | None = None
     choices: tuple[TokenIds, ...] = field(default_factory=lambda: (np.empty(0, np.uint32),))
 
@@ -85,7 +86,8 @@ class Sequence:
     """One choice of a request: everything that is touched only when something happens to it.
 
     What changes every step lives in the sequence table while the sequence has a slot. ``token_ids`` is prompt and
-    output as known when it last had none.
+    output as known when it last had none. ``parent`` is the first choice of the same request, from whose blocks
+    this one can fork. ``place_time`` is the arrival, moved to the front by the priority.
     """
 
     request: Request
@@ -95,6 +97,8 @@ class Sequence:
     arrival_time: float
     token_ids: TokenIds
     num_prior_output_tokens: int
+    place_time: float
+    parent: Sequence | None = None
     prefix_hashes: list[PrefixHash] = field(default_factory=list)
     slot: int | None = None
     num_cached_tokens: int | None = None
@@ -104,9 +108,9 @@ class Sequence:
     first_token_time: float | None = None
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Place in line: higher priority first, then arrival. A preempted sequence keeps it."""
-        return (-self.request.priority, self.arrival_number)
+    def order(self) -> tuple[float, int]:
+        """Place in line. It never changes, so a preempted sequence keeps it and nobody starves."""
+        return (self.place_time, self.arrival_number)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -9,8 +9,11 @@ unified token budget as in vLLM's v1 scheduler). Time is an argument, never read
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,27 +23,74 @@ from libs.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     InternalError,
-    InvalidLogits,
     InvalidRequest,
     OctavoError,
     Overloaded,
     RequestNeverFits,
 )
-from services.engine.core.admission_rules import AdmissionRule, WholePromptFits, first_refusal
+from services.engine.core.admission_rules import (
+    AdmissionRule,
+    BatchIsForming,
+    Candidate,
+    PredictedPeakFits,
+    WholePromptFits,
+    first_refusal,
+)
+from services.engine.core.block_layout import ContiguousLayout, PagedLayout
 from services.engine.core.deadlines import DeadlineQueue
 from services.engine.core.finish import FinishRules
-from services.engine.core.kv_cache_manager import KVCacheManager, PrefixHit
+from services.engine.core.kv_cache_manager import BlockCopy, KVCacheManager, PrefixHit
+from services.engine.core.output_forecast import OutputForecast
+from services.engine.core.preemption import choose_victim
+from services.engine.core.prefix_work import PrefixWork
 from services.engine.core.request import FinishReason, Request, Sequence, SequenceEnd
 from services.engine.core.request_queue import RequestQueue
-from services.engine.core.scheduler_output import NewSequence, SchedulerOutput, StepEvents, StepResult
+from services.engine.core.scheduler_output import (
+    NewSequence,
+    PageTableRow,
+    SchedulerOutput,
+    StepEvents,
+    StepResult,
+)
 from services.engine.core.sequence_table import SequenceTable, Slots
+from services.engine.core.step_cost import StepCostModel, StepWork
+from services.engine.core.token_budget import TokenBudget
+
+Counts: TypeAlias = npt.NDArray[np.int64]
 
 _NO_BLOCKS = np.empty(0, np.int32)
 
 
+class Batching(StrEnum):
+    """How sequences join those that run."""
+
+    CONTINUOUS = "continuous"
+    STATIC = "static"
+
+
+class Layout(StrEnum):
+    """How blocks are given to a sequence."""
+
+    PAGED = "paged"
+    CONTIGUOUS = "contiguous"
+
+
+class Admission(StrEnum):
+    """What must fit before a request joins those that run."""
+
+    PREDICTED_PEAK = "predicted_peak"
+    WATERMARK = "watermark"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of the core. Tokens, sequences and blocks are counts."""
+    """Limits and policies of the core. Tokens, sequences and blocks are counts.
+
+    ``aging_seconds`` is the head start that one level of priority gives; zero serves in order of arrival.
+    ``target_itl_seconds`` bounds the predicted time of a step while somebody decodes. ``max_steps_in_flight`` of 2
+    lets a step be sent while the one before it is computed. Static batching and the contiguous layout are baselines
+    for measurements.
+    """
 
     num_blocks: int
     block_size: int
@@ -51,6 +101,13 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...]
     enable_prefix_caching: bool = True
     watermark_fraction: float = 0.01
+    aging_seconds: float = 30.0
+    target_itl_seconds: float | None = None
+    max_prefill_share: float = 0.5
+    max_steps_in_flight: int = 1
+    admission: Admission = Admission.PREDICTED_PEAK
+    batching: Batching = Batching.CONTINUOUS
+    layout: Layout = Layout.PAGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +121,33 @@ class SchedulerLoad:
     num_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """Token slots in the block tables of running sequences, and how many hold a computed token."""
+
+    num_allocated_tokens: int
+    num_computed_tokens: int
+
+
 @dataclass(slots=True)
 class _Plan:
     """What a pass has decided so far: parallel lists of arrays, joined at the end."""
 
-    budget: int
-    slots: list[Slots]
-    num_tokens: list[npt.NDArray[np.int64]]
-    num_new_blocks: list[npt.NDArray[np.int64]]
-    new_block_ids: list[npt.NDArray[np.int32]]
-    new_sequences: list[NewSequence]
-
-    @classmethod
-    def empty(cls, budget: int) -> _Plan:
-        return cls(budget, [], [], [], [], [])
+    budget: TokenBudget
+    slots: list[Slots] = field(default_factory=list)
+    num_tokens: list[Counts] = field(default_factory=list)
+    num_new_blocks: list[Counts] = field(default_factory=list)
+    new_block_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
 
     def add(
-        self,
-        slots: Slots,
-        num_tokens: npt.NDArray[np.int64],
-        num_new_blocks: npt.NDArray[np.int64],
-        new_block_ids: npt.NDArray[np.int32],
+        self, slots: Slots, num_tokens: Counts, num_new_blocks: Counts, new_block_ids: npt.NDArray[np.int32]
     ) -> None:
         self.slots.append(slots)
         self.num_tokens.append(num_tokens)
         self.num_new_blocks.append(num_new_blocks)
         self.new_block_ids.append(new_block_ids)
-        self.budget -= int(num_tokens.sum())
 
 
 class Scheduler:
@@ -105,21 +162,37 @@ class Scheduler:
         )
         self._manager = KVCacheManager(
             self._table,
+            PagedLayout(config.block_size)
+            if config.layout is Layout.PAGED
+            else ContiguousLayout(config.block_size, config.max_model_len),
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._queue = RequestQueue()
+        self._prefix_work = PrefixWork()
         self._deadlines = DeadlineQueue()
         self._finish_rules = FinishRules(config.eos_token_ids)
-        watermark = int(config.num_blocks * config.watermark_fraction)
-        self._admission_rules: tuple[AdmissionRule, ...] = (WholePromptFits(self._manager, self._table, watermark),)
+        self._output_forecast = OutputForecast()
+        self._cost_model = StepCostModel()
+        self._admission_rules = self._make_admission_rules()
         self._sequences: dict[str, list[Sequence]] = {}
         self._num_arrivals = 0
         self._next_step_id = 1
         self._ended_slots: list[int] = []
-        self._in_flight: SchedulerOutput | None = None
+        # Steps with the terms of their slots.
+        self._in_flight: deque[tuple[SchedulerOutput, Counts]] = deque()
         self._num_preemptions = 0
+
+    def _make_admission_rules(self) -> list[AdmissionRule]:
+        config = self.config
+        watermark = int(config.num_blocks * config.watermark_fraction)
+        rules: list[AdmissionRule] = [WholePromptFits(self._manager, self._table, watermark)]
+        if config.admission is Admission.PREDICTED_PEAK and config.layout is Layout.PAGED:
+            rules.append(PredictedPeakFits(self._manager, self._table))
+        if config.batching is Batching.STATIC:
+            rules.append(BatchIsForming(self._table))
+        return rules
 
     # ---- what callers ask ----
 
@@ -134,16 +207,35 @@ class Scheduler:
         return len(self._sequences)
 
     @property
+    def can_schedule(self) -> bool:
+        """Whether another step may be sent before one has been answered."""
+        return len(self._in_flight) < self.config.max_steps_in_flight
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps sent and not answered."""
+        return len(self._in_flight)
+
+    @property
     def load(self) -> SchedulerLoad:
         """Current load."""
         slots = self._table.active_slots
-        pending = self._table.num_tokens[slots] - self._table.num_computed_tokens[slots]
+        pending = self._pending_tokens(slots)
         return SchedulerLoad(
             num_running=self._table.num_active,
             num_waiting=len(self._queue),
             num_pending_prefill_tokens=int(pending[pending > 1].sum()) + self._queue.num_pending_tokens,
             num_available_blocks=self._manager.num_available_blocks,
             num_blocks=self._manager.num_blocks,
+        )
+
+    @property
+    def kv_usage(self) -> KVUsage:
+        """How much of what running sequences hold is in use."""
+        slots = self._table.active_slots
+        return KVUsage(
+            num_allocated_tokens=int(self._table.num_blocks[slots].sum()) * self.config.block_size,
+            num_computed_tokens=int(self._table.num_computed_tokens[slots].sum()),
         )
 
     @property
@@ -155,6 +247,25 @@ class Scheduler:
         """Return how many preemptions there were since the last call."""
         count, self._num_preemptions = self._num_preemptions, 0
         return count
+
+    def page_table(self, request_id: str) -> tuple[PageTableRow, ...]:
+        """Return where the computed tokens of a request lie: one row for each token of each running choice."""
+        rows: list[PageTableRow] = []
+        for sequence in self._sequences.get(request_id, ()):
+            if sequence.slot is None:
+                continue
+            blocks = self._table.blocks(sequence.slot)
+            counts = self._manager.reference_counts(sequence.slot)
+            rows += [
+                PageTableRow(
+                    handle=sequence.handle,
+                    logical_token_index=index,
+                    physical_block_id=blocks[index // self.config.block_size],
+                    reference_count=counts[index // self.config.block_size],
+                )
+                for index in range(int(self._table.num_computed_tokens[sequence.slot]))
+            ]
+        return tuple(rows)
 
     def check_integrity(self) -> list[str]:
         """Check that no block is lost or held twice; returns one sentence per fault."""
@@ -168,6 +279,13 @@ class Scheduler:
             faults.append(f"{len(open_handles ^ (running | waiting))} sequences are neither running nor waiting")
         return faults
 
+    def audit(self) -> list[str]:
+        """Check integrity and repair what is wrong with the blocks; returns one sentence per fault found."""
+        faults = self.check_integrity()
+        if faults:
+            self._manager.repair()
+        return faults
+
     # ---- the life of a request ----
 
     def add(self, request: Request, now: float) -> tuple[int, ...]:
@@ -178,23 +296,35 @@ class Scheduler:
             Overloaded: too many wait.
         """
         self._refuse_unservable(request)
-        handles = []
-        for choice_index, output_token_ids in enumerate(request.choices):
-            sequence = Sequence(
+        choices = [
+            Sequence(
                 request=request,
                 handle=next(self._handles),
                 choice_index=choice_index,
-                arrival_number=self._num_arrivals,
+                arrival_number=self._num_arrivals + choice_index,
                 arrival_time=now,
+                place_time=now - request.priority * self.config.aging_seconds,
                 token_ids=np.concatenate((request.prompt_token_ids, output_token_ids)),
                 num_prior_output_tokens=len(output_token_ids),
             )
-            self._num_arrivals += 1
-            self._sequences.setdefault(request.request_id, []).append(sequence)
-            self._queue.push(sequence)
+            for choice_index, output_token_ids in enumerate(request.choices)
+        ]
+        self._num_arrivals += len(choices)
+        self._sequences[request.request_id] = choices
+        self._queue.push(choices[0])
+        for sibling in choices[1:]:
+            self._line_up_sibling(choices[0], sibling)
+        for sequence in choices:
             self._deadlines.add(sequence)
-            handles.append(sequence.handle)
-        return tuple(handles)
+        return tuple(sequence.handle for sequence in choices)
+
+    def _line_up_sibling(self, parent: Sequence, sibling: Sequence) -> None:
+        """Let a choice wait for the prompt that the first computes; one with prior output goes its own way."""
+        if sibling.num_prior_output_tokens or parent.num_prior_output_tokens:
+            self._queue.push(sibling)
+            return
+        sibling.parent = parent
+        self._queue.push_parked(sibling, _prompt_of(parent))
 
     def abort(self, request_id: str, now: float, handles: tuple[int, ...] = ()) -> tuple[SequenceEnd, ...]:
         """End a request, or only some of its choices, from outside. An unknown one has ended already."""
@@ -227,37 +357,53 @@ class Scheduler:
     # ---- a step ----
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step, or return None when nothing can be computed."""
-        assert self._in_flight is None, "the last step has not been applied"
-        plan = _Plan.empty(self.config.max_num_batched_tokens)
+        """Decide the next step, or return None when nothing can be computed.
+
+        The caller asks only while ``can_schedule``.
+        """
+        assert self.can_schedule, f"{len(self._in_flight)} steps are in flight already"
+        plan = _Plan(
+            TokenBudget(
+                self.config.max_num_batched_tokens,
+                min_chunk_tokens=self.config.block_size,
+                max_share=self.config.max_prefill_share,
+                target_seconds=self.config.target_itl_seconds,
+                cost_model=self._cost_model,
+            )
+        )
         was_preempted = self._schedule_running(plan)
         if not was_preempted:
             self._admit_waiting(plan, now)
-        if not plan.slots:
-            return None
-        return self._commit_plan(plan)
+        return self._seal(plan) if plan.slots else None
 
     def apply(self, result: StepResult, now: float) -> StepEvents:
         """Take a step's result: append tokens, cache full blocks, end what is finished."""
-        output = self._in_flight
-        assert output is not None, f"step {result.step_id} was answered, but none is in flight"
+        assert self._in_flight, f"step {result.step_id} was answered, but none is in flight"
+        output, terms = self._in_flight.popleft()
         assert output.step_id == result.step_id, f"step {result.step_id} is not {output.step_id}"
-        self._in_flight = None
         self._refuse_surprises(output, result)
+        self._cost_model.note(output.work, result.step_seconds)
         table = self._table
-        ends = [self._end_invalid(slot, now) for slot in result.failed_slots if self._is_alive(output, slot)]
-        # Slots whose sequence was ended from outside meanwhile are left out: their handle is another or none.
-        alive = output.slots[table.handles[output.slots] == output.handles]
-        self._manager.commit(alive)
-        sampled_handles = output.handles[np.isin(output.slots, result.slots)]
-        is_alive = table.handles[result.slots] == sampled_handles
-        slots, token_ids = result.slots[is_alive], result.token_ids[is_alive]
-        table.token_ids[slots, table.num_tokens[slots]] = token_ids
-        table.num_tokens[slots] += 1
+        # Slots whose sequence has left meanwhile are left out, also if it has come back to the same slot.
+        is_alive = table.terms[output.slots] == terms
+        is_answered = is_alive & output.is_sampled
+        table.num_unconfirmed_tokens[output.slots[is_answered]] -= 1
+        is_failed = np.isin(output.slots, [failure.slot for failure in result.failures])
+        # A failed sequence was counted a token that never came.
+        table.num_tokens[output.slots[is_answered & is_failed]] -= 1
+        errors = {failure.slot: failure.error for failure in result.failures}
+        ends = [self._end_failed(slot, errors[slot], now) for slot in output.slots[is_alive & is_failed].tolist()]
+        is_alive &= table.terms[output.slots] == terms
+        self._commit(output.slots[is_alive], output.num_computed_tokens[is_alive])
+
+        is_answered = is_alive & output.is_sampled
+        slots, positions = output.slots[is_answered], output.num_computed_tokens[is_answered]
+        token_ids = result.token_ids[is_answered[output.is_sampled & ~is_failed]]
+        table.token_ids[slots, positions] = token_ids
         self._note_first_tokens(slots, now)
         handles, owners = table.handles[slots].copy(), table.owners[slots].copy()
         is_stopped = self._finish_rules.find_stopped(table, slots, token_ids)
-        is_ended = is_stopped | self._finish_rules.find_at_limit(table, slots)
+        is_ended = is_stopped | (positions + 1 >= table.max_num_tokens[slots])
         ends += [
             self._end(
                 table.sequence_at(int(slots[index])),
@@ -273,54 +419,126 @@ class Scheduler:
 
     def _schedule_running(self, plan: _Plan) -> bool:
         """Give running sequences their tokens and blocks; returns whether one had to be preempted."""
+        table = self._table
         was_preempted = False
         while True:
-            slots, num_tokens = self._share_budget(plan.budget)
-            if not len(slots):
-                return was_preempted
-            missing = self._manager.missing_blocks(slots, self._table.num_computed_tokens[slots] + num_tokens)
+            decodes, prompts = self._split_running()
+            if len(decodes) > plan.budget.num_tokens_left:
+                decodes = table.in_line(decodes)[: plan.budget.num_tokens_left]
+            missing = self._manager.missing_blocks(decodes, table.num_computed_tokens[decodes] + 1)
             if missing.sum() <= self._manager.num_available_blocks:
                 break
-            self._preempt(self._table.sequence_at(int(self._table.in_line(self._table.active_slots)[-1])))
+            victim = choose_victim(table, table.active_slots)
+            assert victim is not None, "a sequence that runs alone always has blocks"
+            self._preempt(table.sequence_at(victim))
             was_preempted = True
-        new_block_ids = self._manager.allocate(slots, missing) if missing.any() else _NO_BLOCKS
-        plan.add(slots, num_tokens, missing, new_block_ids)
+        if len(decodes):
+            plan.budget.take_decodes(len(decodes), int(table.num_computed_tokens[decodes].sum()))
+            new_block_ids = self._manager.allocate(decodes, missing) if missing.any() else _NO_BLOCKS
+            plan.add(decodes, np.ones(len(decodes), np.int64), missing, new_block_ids)
+        for slot in table.in_line(prompts).tolist() if len(prompts) else ():
+            has_rivals = len(prompts) > 1 or self._queue.peek() is not None
+            was_preempted |= self._continue_prompt(plan, slot, has_rivals=has_rivals)
         return was_preempted
 
-    def _share_budget(self, budget: int) -> tuple[Slots, npt.NDArray[np.int64]]:
-        """Return running slots and the tokens each computes: decodes first, then prompts by place in line."""
+    def _split_running(self) -> tuple[Slots, Slots]:
+        """Return the rows with one token to compute, and those with more."""
+        slots = self._table.active_slots
+        pending = self._pending_tokens(slots)
+        if pending.all() and pending.sum() == len(slots):
+            return slots, slots[:0]
+        return slots[pending == 1], slots[pending > 1]
+
+    def _pending_tokens(self, slots: Slots) -> Counts:
+        """Return what is left to compute: none of a row whose last output token is already being sampled."""
         table = self._table
-        slots = table.active_slots
         pending = table.num_tokens[slots] - table.num_computed_tokens[slots]
-        if len(slots) > budget or (pending > 1).any():
-            slots = table.in_line(slots)
-            pending = table.num_tokens[slots] - table.num_computed_tokens[slots]
-            decodes_first = np.argsort(pending > 1, kind="stable")
-            slots, pending = slots[decodes_first], pending[decodes_first]
-            granted = np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
-            slots, pending = slots[granted > 0], granted[granted > 0]
-        return slots, pending
+        pending[table.num_tokens[slots] >= table.max_num_tokens[slots]] -= 1
+        return pending
+
+    def _continue_prompt(self, plan: _Plan, slot: int, *, has_rivals: bool) -> bool:
+        """Give a prompt its next chunk; returns whether a sequence had to give up its blocks for it."""
+        table, slots = self._table, np.array([slot])
+        if table.sequences[slot] is None:
+            # It was a victim itself, of a prompt before it in line.
+            return False
+        num_computed = int(table.num_computed_tokens[slot])
+        num_tokens = plan.budget.grant_chunk(
+            int(table.num_tokens[slot]) - num_computed, num_computed_tokens=num_computed, has_rivals=has_rivals
+        )
+        if not num_tokens:
+            return False
+        was_preempted = False
+        missing = self._manager.missing_blocks(slots, np.array([num_computed + num_tokens]))
+        while missing[0] > self._manager.num_available_blocks:
+            unplanned = np.setdiff1d(table.active_slots, np.concatenate([slots, *plan.slots]))
+            victim = choose_victim(table, unplanned)
+            if victim is None:
+                # Those that are in the step already give blocks back when they end.
+                return was_preempted
+            self._preempt(table.sequence_at(victim))
+            was_preempted = True
+        plan.add(slots, np.array([num_tokens]), missing, self._manager.allocate(slots, missing))
+        return was_preempted
 
     def _admit_waiting(self, plan: _Plan, now: float) -> None:
         """Let the first in line join while there is budget, a slot, and no rule against it."""
-        while plan.budget > 0 and self._table.has_free_slot:
+        for rule in self._admission_rules:
+            rule.begin_pass()
+        while plan.budget.num_tokens_left > 0 and self._table.has_free_slot:
             sequence = self._queue.peek()
             if sequence is None:
                 return
-            hit = self._manager.find_longest_prefix(sequence)
-            if first_refusal(self._admission_rules, sequence, hit) is not None:
+            hit = self._find_start(sequence)
+            if hit is None:
+                continue
+            expected = self._output_forecast.expected_tokens(
+                sequence.request.tenant_id, sequence.request.stop_criteria.max_output_tokens
+            )
+            if first_refusal(self._admission_rules, Candidate(sequence, hit, expected)) is not None:
+                return
+            num_tokens = plan.budget.grant_chunk(
+                len(sequence.token_ids) - hit.num_tokens,
+                num_computed_tokens=hit.num_tokens,
+                has_rivals=len(self._queue) - self._queue.num_parked > 1,
+            )
+            if not num_tokens:
                 return
             self._queue.remove(sequence)
-            self._start(plan, sequence, hit, now)
+            self._start(plan, sequence, hit, num_tokens, expected, now)
 
-    def _start(self, plan: _Plan, sequence: Sequence, hit: PrefixHit, now: float) -> None:
-        slot = self._table.take(sequence)
-        self._manager.start(slot, hit)
+    def _find_start(self, sequence: Sequence) -> PrefixHit | None:
+        """Return what the first in line can start from; None when it was parked until another has computed it."""
+        parent = sequence.parent
+        if (
+            parent is not None
+            and parent.slot is not None
+            # One that was preempted may have to compute its prompt again first.
+            and self._table.num_computed_tokens[parent.slot] >= parent.num_prompt_tokens
+        ):
+            return self._manager.fork_of(parent.slot, parent.num_prompt_tokens)
+        hit = self._manager.find_longest_prefix(sequence)
+        if self.config.enable_prefix_caching:
+            last_useful = (len(sequence.token_ids) - 1) // self.config.block_size
+            common = self._prefix_work.last_common(sequence.prefix_hashes[len(hit.block_ids) : last_useful])
+            if common is not None:
+                self._queue.park_first(common)
+                return None
+        return hit
+
+    def _start(
+        self, plan: _Plan, sequence: Sequence, hit: PrefixHit, num_tokens: int, expected: int, now: float
+    ) -> None:
+        slot = self._table.take(sequence, expected_output_tokens=expected)
+        copy = self._manager.start(slot, hit)
+        if copy is not None:
+            plan.block_copies.append(copy)
         if sequence.first_scheduled_time is None:
             sequence.first_scheduled_time = now
             # Only prompt tokens count as cached; a resumed request may also hit its own output.
             sequence.num_cached_tokens = min(hit.num_tokens, sequence.num_prompt_tokens)
-        num_tokens = min(len(sequence.token_ids) - hit.num_tokens, plan.budget)
+        if self.config.enable_prefix_caching:
+            self._prefix_work.begin(sequence.handle, sequence.prefix_hashes[len(hit.block_ids) :])
         slots, counts = np.array([slot]), np.array([num_tokens])
         missing = self._manager.missing_blocks(slots, counts + hit.num_tokens)
         plan.add(slots, counts, missing, self._manager.allocate(slots, missing))
@@ -330,19 +548,27 @@ class Scheduler:
                 token_ids=sequence.token_ids,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_computed_tokens=hit.num_tokens,
-                block_ids=hit.block_ids,
+                block_ids=hit.block_ids if copy is None else (*hit.block_ids, copy.target_block_id),
                 sampling_params=sequence.request.sampling_params,
                 choice_index=sequence.choice_index,
                 is_resumed=sequence.num_preemptions > 0,
             )
         )
 
-    def _commit_plan(self, plan: _Plan) -> SchedulerOutput:
+    def _seal(self, plan: _Plan) -> SchedulerOutput:
+        """Turn the plan into a step and count its tokens as computed."""
         table = self._table
-        slots = np.concatenate(plan.slots)
-        num_tokens = np.concatenate(plan.num_tokens)
-        table.num_computed_tokens[slots] += num_tokens
+        slots, num_tokens = np.concatenate(plan.slots), np.concatenate(plan.num_tokens)
+        before = table.num_computed_tokens[slots]
+        after = before + num_tokens
+        table.num_computed_tokens[slots] = after
         table.work_done[slots] += num_tokens
+        is_sampled = after == table.num_tokens[slots]
+        sampled = slots[is_sampled]
+        table.num_tokens[sampled] += 1
+        table.num_unconfirmed_tokens[sampled] += 1
+        is_chunk = num_tokens > 1
+        chunks = num_tokens[is_chunk]
         output = SchedulerOutput(
             step_id=self._next_step_id,
             ended_slots=tuple(self._ended_slots),
@@ -351,17 +577,26 @@ class Scheduler:
             num_scheduled_tokens=num_tokens,
             num_new_blocks=np.concatenate(plan.num_new_blocks),
             new_block_ids=np.concatenate(plan.new_block_ids),
-            is_sampled=table.num_computed_tokens[slots] == table.num_tokens[slots],
-            handles=table.handles[slots].copy(),
-            num_tokens=int(num_tokens.sum()),
+            is_sampled=is_sampled,
+            handles=table.handles[slots],
+            num_computed_tokens=after,
+            block_copies=tuple(plan.block_copies),
+            work=StepWork(
+                num_tokens=int(num_tokens.sum()),
+                decode_context_tokens=int(before[~is_chunk].sum()),
+                prefill_pairs=int((chunks * before[is_chunk] + chunks * chunks // 2).sum()),
+            ),
         )
         self._next_step_id += 1
         self._ended_slots.clear()
-        self._in_flight = output
+        self._in_flight.append((output, table.terms[slots]))
         return output
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take all blocks from a running sequence; it waits in its old place to be computed again."""
+        """Take all blocks from a running sequence; it waits in its old place to be computed again.
+
+        A token that is being sampled for it is forgotten: the same draw gives it again.
+        """
         self._leave_slot(sequence)
         sequence.num_preemptions += 1
         self._num_preemptions += 1
@@ -369,21 +604,27 @@ class Scheduler:
 
     # ---- parts of apply ----
 
+    def _commit(self, slots: Slots, num_computed_tokens: Counts) -> None:
+        """Make full blocks findable and wake those that waited for them."""
+        for handle, hashes in self._manager.commit(slots, num_computed_tokens).items():
+            for prefix_hash in self._prefix_work.finish(handle, set(hashes)):
+                self._queue.wake(prefix_hash)
+
     def _refuse_surprises(self, output: SchedulerOutput, result: StepResult) -> None:
-        expected = output.slots[output.is_sampled & ~np.isin(output.slots, result.failed_slots)]
-        is_foreign = not np.isin(result.failed_slots, output.slots).all()
+        failed = [failure.slot for failure in result.failures]
+        expected = output.slots[output.is_sampled & ~np.isin(output.slots, failed)]
+        is_foreign = not np.isin(failed, output.slots).all()
         if is_foreign or not np.array_equal(expected, result.slots) or len(result.slots) != len(result.token_ids):
             raise InternalError(
                 f"Step {output.step_id} should have sampled slots {expected.tolist()}, "
-                f"but the worker answered for {result.slots.tolist()} and failed {list(result.failed_slots)}."
+                f"but the worker answered for {result.slots.tolist()} and failed {failed}."
             )
-
-    def _is_alive(self, output: SchedulerOutput, slot: int) -> bool:
-        return bool((output.handles[output.slots == slot] == self._table.handles[slot]).any())
 
     def _note_first_tokens(self, slots: Slots, now: float) -> None:
         for slot in slots[~self._table.has_first_token[slots]].tolist():
-            self._table.sequence_at(slot).first_token_time = now
+            sequence = self._table.sequence_at(slot)
+            sequence.first_token_time = now
+            self._queue.wake(_prompt_of(sequence))
         self._table.has_first_token[slots] = True
 
     # ---- ends: the one place that frees ----
@@ -397,10 +638,16 @@ class Scheduler:
         stop_token_id: int | None = None,
         error: OctavoError | None = None,
     ) -> SequenceEnd:
+        num_discarded = 0
         if sequence.slot is None:
             self._queue.remove(sequence)
         else:
+            num_discarded = int(self._table.num_unconfirmed_tokens[sequence.slot])
             self._leave_slot(sequence)
+        self._queue.wake(_prompt_of(sequence))
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+            self._output_forecast.note(sequence.request.tenant_id, num_output)
         self._deadlines.discard(sequence)
         choices = self._sequences[sequence.request.request_id]
         choices.remove(sequence)
@@ -410,24 +657,16 @@ class Scheduler:
             handle=sequence.handle,
             owner=sequence.request.owner,
             request_id=sequence.request.request_id,
-            usage=sequence.usage(
-                num_tokens=len(sequence.token_ids), now=now, num_discarded_tokens=self._num_discarded(sequence)
-            ),
+            usage=sequence.usage(num_tokens=len(sequence.token_ids), now=now, num_discarded_tokens=num_discarded),
             reason=reason,
             stop_token_id=stop_token_id,
             error=error,
         )
 
-    def _end_invalid(self, slot: int, now: float) -> SequenceEnd:
+    def _end_failed(self, slot: int, error: OctavoError, now: float) -> SequenceEnd:
         # Nobody knows where the numbers went wrong: no block of this sequence may be found again.
         self._manager.forget(slot)
-        error = InvalidLogits("The model gave logits that are not numbers.")
         return self._end(self._table.sequence_at(slot), now, error=error)
-
-    def _num_discarded(self, sequence: Sequence) -> int:
-        """Count the token that a step in flight samples for a sequence that ends before the result."""
-        output = self._in_flight
-        return 0 if output is None else int(output.is_sampled[output.handles == sequence.handle].sum())
 
     def _leave_slot(self, sequence: Sequence) -> None:
         slot = sequence.slot
@@ -435,6 +674,8 @@ class Scheduler:
         self._manager.free(slot)
         self._table.give_back(slot)
         self._ended_slots.append(slot)
+        for prefix_hash in self._prefix_work.leave(sequence.handle):
+            self._queue.wake(prefix_hash)
 
     # ---- parts of add ----
 
@@ -476,3 +717,8 @@ class Scheduler:
                 f"{len(self._queue)} sequences wait already, which is the limit. Please try again later.",
                 retry_after_seconds=1.0,
             )
+
+
+def _prompt_of(sequence: Sequence) -> tuple[str, int]:
+    """Return the key under which other choices wait for a sequence's prompt."""
+    return ("prompt", sequence.handle)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from libs.errors import OctavoError
+from services.engine.core.kv_cache_manager import BlockCopy
 from services.engine.core.request import SequenceEnd, TokenIds
 from services.engine.core.sequence_table import Slots
+from services.engine.core.step_cost import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class SchedulerOutput:
 
     The arrays have one entry for each scheduled sequence; ``new_block_ids`` holds ``num_new_blocks[i]`` ids for the
     i-th. ``is_sampled`` marks those whose last known token is computed in this step. ``handles``
-    tell later whether a slot still belongs to the same sequence.
+    tell later whether a slot still belongs to the same sequence; ``num_computed_tokens`` is what each will have
+    computed when the step has ended. ``block_copies`` happen before anything is computed.
     """
 
     step_id: int
@@ -46,21 +50,46 @@ class SchedulerOutput:
     new_block_ids: npt.NDArray[np.int32]
     is_sampled: npt.NDArray[np.bool_]
     handles: npt.NDArray[np.uint32]
-    num_tokens: int
+    num_computed_tokens: npt.NDArray[np.int64]
+    block_copies: tuple[BlockCopy, ...]
+    work: StepWork
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step."""
+        return self.work.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFailure:
+    """A sequence that could not go on in a step, and why."""
+
+    slot: int
+    error: OctavoError
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the workers made of a step: one token for each sampled slot, in the order of the step.
 
-    ``failed_slots`` gave no token: their logits were not numbers.
+    Those in ``failures`` gave none.
     """
 
     step_id: int
     slots: Slots
     token_ids: TokenIds
-    failed_slots: tuple[int, ...]
+    failures: tuple[SlotFailure, ...]
     step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PageTableRow:
+    """Where one computed token of a sequence lies, and how many block tables list its block."""
+
+    handle: int
+    logical_token_index: int
+    physical_block_id: int
+    reference_count: int
 
 
 @dataclass(frozen=True, slots=True)

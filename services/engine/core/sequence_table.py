@@ -18,7 +18,9 @@ class SequenceTable:
 
     ``token_ids`` ``[max_num_seqs, max_model_len]`` and ``block_table`` ``[max_num_seqs, max_blocks]`` are reserved
     in full but cost memory only where they are written. ``work_done`` counts the tokens computed since the row was
-    taken.
+    taken. ``terms`` changes whenever a row is taken or given back. ``num_tokens`` includes
+    ``num_unconfirmed_tokens``: tokens of steps that are sent but not answered yet, whose value only the worker
+    knows.
     """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -36,8 +38,13 @@ class SequenceTable:
         self.has_stop_token_ids = np.zeros(max_num_seqs, np.bool_)
         self.arrival_numbers = np.zeros(max_num_seqs, np.int64)
         self.priorities = np.zeros(max_num_seqs, np.int64)
+        self.place_times = np.zeros(max_num_seqs, np.float64)
+        self.num_unconfirmed_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_output_tokens_expected = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.has_first_token = np.zeros(max_num_seqs, np.bool_)
         self.work_done = np.zeros(max_num_seqs, np.int64)
+        self.terms = np.zeros(max_num_seqs, np.int64)
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self._is_active = np.zeros(max_num_seqs, np.bool_)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -60,7 +67,7 @@ class SequenceTable:
             self._active_slots = np.flatnonzero(self._is_active)
         return self._active_slots
 
-    def take(self, sequence: Sequence) -> int:
+    def take(self, sequence: Sequence, *, expected_output_tokens: int) -> int:
         """Give a sequence a row and fill it; its blocks come from the KV cache manager."""
         slot = self._free_slots.pop()
         num_tokens = len(sequence.token_ids)
@@ -73,11 +80,16 @@ class SequenceTable:
         self.handles[slot] = sequence.handle
         self.arrival_numbers[slot] = sequence.arrival_number
         self.priorities[slot] = sequence.request.priority
+        self.place_times[slot] = sequence.place_time
+        self.num_unconfirmed_tokens[slot] = 0
+        self.num_output_tokens_expected[slot] = expected_output_tokens
+        self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
         self.owners[slot] = sequence.request.owner
         self.ignores_eos[slot] = sequence.request.stop_criteria.ignore_eos
         self.has_stop_token_ids[slot] = bool(sequence.request.stop_criteria.stop_token_ids)
         self.has_first_token[slot] = sequence.first_token_time is not None
         self.work_done[slot] = 0
+        self.terms[slot] += 1
         self.sequences[slot] = sequence
         self._is_active[slot] = True
         self._active_slots = None
@@ -92,14 +104,15 @@ class SequenceTable:
         sequence.num_computed_tokens_total += int(self.work_done[slot])
         sequence.slot = None
         self.handles[slot] = NO_HANDLE
+        self.terms[slot] += 1
         self.sequences[slot] = None
         self._is_active[slot] = False
         self._active_slots = None
         self._free_slots.append(slot)
 
     def in_line(self, slots: Slots) -> Slots:
-        """Return the rows by place in line: higher priority first, then arrival."""
-        return slots[np.lexsort((self.arrival_numbers[slots], -self.priorities[slots]))]
+        """Return the rows by place in line."""
+        return slots[np.lexsort((self.arrival_numbers[slots], self.place_times[slots]))]
 
     def sequence_at(self, slot: int) -> Sequence:
         """Return the sequence of a row in use."""
@@ -108,8 +121,20 @@ class SequenceTable:
         return sequence
 
     def known_token_ids(self, slot: int) -> TokenIds:
-        """Return a view of prompt and output so far."""
-        return self.token_ids[slot, : self.num_tokens[slot]]
+        """Return a view of prompt and output so far, without tokens that are still being sampled."""
+        return self.token_ids[slot, : self.num_tokens[slot] - self.num_unconfirmed_tokens[slot]]
+
+    def remaining_output_tokens(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Return how many more output tokens to expect of each row.
+
+        One that has outlived what was expected of it is expected to go on as long as it has, up to its limit: the
+        longer an output is, the longer it will be.
+        """
+        num_output = self.num_tokens[slots] - self.num_prompt_tokens[slots]
+        left = self.num_output_tokens_expected[slots] - num_output
+        expected = np.where(left > 0, left, num_output)
+        remaining: npt.NDArray[np.int64] = np.minimum(expected, self.max_num_tokens[slots] - self.num_tokens[slots])
+        return remaining
 
     def blocks(self, slot: int) -> list[int]:
         """Return the block table of a row."""

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doctavo/engine/v1/engine.proto\x12\x10octavo.engine.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetEngineRequest\"i\n\x11GetEngineResponse\x12(\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x18.octavo.engine.v1.Engine\x12*\n\x04load\x18\x02 \x01(\x0b\x32\x1c.octavo.engine.v1.EngineLoad\"\x14\n\x12\x44rainEngineRequest\"+\n\x13\x44rainEngineResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\"\x14\n\x12WatchEngineRequest\"\xe9\x01\n\x13WatchEngineResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x34\n\x08snapshot\x18\x03 \x01(\x0b\x32 .octavo.engine.v1.EngineSnapshotH\x00\x12,\n\x04load\x18\x04 \x01(\x0b\x32\x1c.octavo.engine.v1.EngineLoadH\x00\x12\x37\n\rblock_changes\x18\x05 \x01(\x0b\x32\x1e.octavo.engine.v1.BlockChangesH\x00\x42\x07\n\x05\x65vent\"O\n\x0cHashContract\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\"\xe5\x02\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x35\n\rhash_contract\x18\x05 \x01(\x0b\x32\x1e.octavo.engine.v1.HashContract\x12,\n\x05state\x18\x06 \x01(\x0e\x32\x1d.octavo.engine.v1.EngineState\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x10\n\x08gpu_type\x18\x0b \x01(\t\x12\x18\n\x10total_vram_bytes\x18\x0c \x01(\x04\x12\x1c\n\x14tensor_parallel_size\x18\r \x01(\r\"\xcb\x02\n\nEngineLoad\x12\x1c\n\x14num_running_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_waiting_requests\x18\x02 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x03 \x01(\x04\x12\x1c\n\x14num_available_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12&\n\x19prefill_tokens_per_second\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x37\n\x14\x64\x65\x63ode_step_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x05state\x18\x08 \x01(\x0e\x32\x1d.octavo.engine.v1.EngineStateB\x1c\n\x1a_prefill_tokens_per_second\"\xaa\x01\n\x0e\x45ngineSnapshot\x12(\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x18.octavo.engine.v1.Engine\x12*\n\x04load\x18\x02 \x01(\x0b\x32\x1c.octavo.engine.v1.EngineLoad\x12\x15\n\rprefix_hashes\x18\x03 \x03(\x0c\x12\x15\n\ris_first_part\x18\x04 \x01(\x08\x12\x14\n\x0cis_last_part\x18\x05 \x01(\x08\"Q\n\x0c\x42lockChanges\x12\x16\n\x0eremoved_hashes\x18\x01 \x03(\x0c\x12\x15\n\rstored_hashes\x18\x02 \x03(\x0c\x12\x12\n\nis_cleared\x18\x03 \x01(\x08*y\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x03\x32\x9f\x02\n\rEngineService\x12T\n\tGetEngine\x12\".octavo.engine.v1.GetEngineRequest\x1a#.octavo.engine.v1.GetEngineResponse\x12\\\n\x0bWatchEngine\x12$.octavo.engine.v1.WatchEngineRequest\x1a%.octavo.engine.v1.WatchEngineResponse0\x01\x12Z\n\x0b\x44rainEngine\x12$.octavo.engine.v1.DrainEngineRequest\x1a%.octavo.engine.v1.DrainEngineResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doctavo/engine/v1/engine.proto\x12\x10octavo.engine.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetEngineRequest\"i\n\x11GetEngineResponse\x12(\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x18.octavo.engine.v1.Engine\x12*\n\x04load\x18\x02 \x01(\x0b\x32\x1c.octavo.engine.v1.EngineLoad\"\x14\n\x12\x44rainEngineRequest\"+\n\x13\x44rainEngineResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\")\n\x13GetPageTableRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"D\n\x14GetPageTableResponse\x12,\n\x04rows\x18\x01 \x03(\x0b\x32\x1e.octavo.engine.v1.PageTableRow\"\x86\x01\n\x0cPageTableRow\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x1b\n\x13logical_token_index\x18\x02 \x01(\r\x12\x19\n\x11physical_block_id\x18\x03 \x01(\r\x12\x15\n\rgpu_device_id\x18\x04 \x01(\r\x12\x17\n\x0freference_count\x18\x05 \x01(\r\"\x14\n\x12WatchEngineRequest\"\xe9\x01\n\x13WatchEngineResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x34\n\x08snapshot\x18\x03 \x01(\x0b\x32 .octavo.engine.v1.EngineSnapshotH\x00\x12,\n\x04load\x18\x04 \x01(\x0b\x32\x1c.octavo.engine.v1.EngineLoadH\x00\x12\x37\n\rblock_changes\x18\x05 \x01(\x0b\x32\x1e.octavo.engine.v1.BlockChangesH\x00\x42\x07\n\x05\x65vent\"O\n\x0cHashContract\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\"\xe5\x02\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x35\n\rhash_contract\x18\x05 \x01(\x0b\x32\x1e.octavo.engine.v1.HashContract\x12,\n\x05state\x18\x06 \x01(\x0e\x32\x1d.octavo.engine.v1.EngineState\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x10\n\x08gpu_type\x18\x0b \x01(\t\x12\x18\n\x10total_vram_bytes\x18\x0c \x01(\x04\x12\x1c\n\x14tensor_parallel_size\x18\r \x01(\r\"\xcb\x02\n\nEngineLoad\x12\x1c\n\x14num_running_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_waiting_requests\x18\x02 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x03 \x01(\x04\x12\x1c\n\x14num_available_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12&\n\x19prefill_tokens_per_second\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x37\n\x14\x64\x65\x63ode_step_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x05state\x18\x08 \x01(\x0e\x32\x1d.octavo.engine.v1.EngineStateB\x1c\n\x1a_prefill_tokens_per_second\"\xaa\x01\n\x0e\x45ngineSnapshot\x12(\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x18.octavo.engine.v1.Engine\x12*\n\x04load\x18\x02 \x01(\x0b\x32\x1c.octavo.engine.v1.EngineLoad\x12\x15\n\rprefix_hashes\x18\x03 \x03(\x0c\x12\x15\n\ris_first_part\x18\x04 \x01(\x08\x12\x14\n\x0cis_last_part\x18\x05 \x01(\x08\"Q\n\x0c\x42lockChanges\x12\x16\n\x0eremoved_hashes\x18\x01 \x03(\x0c\x12\x15\n\rstored_hashes\x18\x02 \x03(\x0c\x12\x12\n\nis_cleared\x18\x03 \x01(\x08*y\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x03\x32\x80\x03\n\rEngineService\x12T\n\tGetEngine\x12\".octavo.engine.v1.GetEngineRequest\x1a#.octavo.engine.v1.GetEngineResponse\x12\\\n\x0bWatchEngine\x12$.octavo.engine.v1.WatchEngineRequest\x1a%.octavo.engine.v1.WatchEngineResponse0\x01\x12_\n\x0cGetPageTable\x12%.octavo.engine.v1.GetPageTableRequest\x1a&.octavo.engine.v1.GetPageTableResponse0\x01\x12Z\n\x0b\x44rainEngine\x12$.octavo.engine.v1.DrainEngineRequest\x1a%.octavo.engine.v1.DrainEngineResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.engine.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=1566
-  _globals['_ENGINESTATE']._serialized_end=1687
+  _globals['_ENGINESTATE']._serialized_start=1816
+  _globals['_ENGINESTATE']._serialized_end=1937
   _globals['_GETENGINEREQUEST']._serialized_start=83
   _globals['_GETENGINEREQUEST']._serialized_end=101
   _globals['_GETENGINERESPONSE']._serialized_start=103
@@ -42,20 +42,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINENGINEREQUEST']._serialized_end=230
   _globals['_DRAINENGINERESPONSE']._serialized_start=232
   _globals['_DRAINENGINERESPONSE']._serialized_end=275
-  _globals['_WATCHENGINEREQUEST']._serialized_start=277
-  _globals['_WATCHENGINEREQUEST']._serialized_end=297
-  _globals['_WATCHENGINERESPONSE']._serialized_start=300
-  _globals['_WATCHENGINERESPONSE']._serialized_end=533
-  _globals['_HASHCONTRACT']._serialized_start=535
-  _globals['_HASHCONTRACT']._serialized_end=614
-  _globals['_ENGINE']._serialized_start=617
-  _globals['_ENGINE']._serialized_end=974
-  _globals['_ENGINELOAD']._serialized_start=977
-  _globals['_ENGINELOAD']._serialized_end=1308
-  _globals['_ENGINESNAPSHOT']._serialized_start=1311
-  _globals['_ENGINESNAPSHOT']._serialized_end=1481
-  _globals['_BLOCKCHANGES']._serialized_start=1483
-  _globals['_BLOCKCHANGES']._serialized_end=1564
-  _globals['_ENGINESERVICE']._serialized_start=1690
-  _globals['_ENGINESERVICE']._serialized_end=1977
+  _globals['_GETPAGETABLEREQUEST']._serialized_start=277
+  _globals['_GETPAGETABLEREQUEST']._serialized_end=318
+  _globals['_GETPAGETABLERESPONSE']._serialized_start=320
+  _globals['_GETPAGETABLERESPONSE']._serialized_end=388
+  _globals['_PAGETABLEROW']._serialized_start=391
+  _globals['_PAGETABLEROW']._serialized_end=525
+  _globals['_WATCHENGINEREQUEST']._serialized_start=527
+  _globals['_WATCHENGINEREQUEST']._serialized_end=547
+  _globals['_WATCHENGINERESPONSE']._serialized_start=550
+  _globals['_WATCHENGINERESPONSE']._serialized_end=783
+  _globals['_HASHCONTRACT']._serialized_start=785
+  _globals['_HASHCONTRACT']._serialized_end=864
+  _globals['_ENGINE']._serialized_start=867
+  _globals['_ENGINE']._serialized_end=1224
+  _globals['_ENGINELOAD']._serialized_start=1227
+  _globals['_ENGINELOAD']._serialized_end=1558
+  _globals['_ENGINESNAPSHOT']._serialized_start=1561
+  _globals['_ENGINESNAPSHOT']._serialized_end=1731
+  _globals['_BLOCKCHANGES']._serialized_start=1733
+  _globals['_BLOCKCHANGES']._serialized_end=1814
+  _globals['_ENGINESERVICE']._serialized_start=1940
+  _globals['_ENGINESERVICE']._serialized_end=2324
 # @@protoc_insertion_point(module_scope)

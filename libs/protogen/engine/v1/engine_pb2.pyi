@@ -135,6 +135,90 @@ class DrainEngineResponse(_message.Message):
 Global___DrainEngineResponse: _TypeAlias = DrainEngineResponse  # noqa: Y015
 
 @_typing.final
+class GetPageTableRequest(_message.Message):
+    """GetPageTableRequest names a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request; one that does not run has no rows."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPageTableRequest: _TypeAlias = GetPageTableRequest  # noqa: Y015
+
+@_typing.final
+class GetPageTableResponse(_message.Message):
+    """GetPageTableResponse is a part of gpu_virtual_page_table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageTableRow]:
+        """One row for each computed token of each running choice, by choice and token."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___PageTableRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPageTableResponse: _TypeAlias = GetPageTableResponse  # noqa: Y015
+
+@_typing.final
+class PageTableRow(_message.Message):
+    """PageTableRow says where one token's keys and values lie."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    LOGICAL_TOKEN_INDEX_FIELD_NUMBER: _builtins.int
+    PHYSICAL_BLOCK_ID_FIELD_NUMBER: _builtins.int
+    GPU_DEVICE_ID_FIELD_NUMBER: _builtins.int
+    REFERENCE_COUNT_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The choice."""
+    logical_token_index: _builtins.int
+    """Position in the sequence."""
+    physical_block_id: _builtins.int
+    """Block on the device."""
+    gpu_device_id: _builtins.int
+    """The device. With tensor parallelism each rank holds its share of the same block; this is the first."""
+    reference_count: _builtins.int
+    """Sequences whose block tables list the block."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        logical_token_index: _builtins.int = ...,
+        physical_block_id: _builtins.int = ...,
+        gpu_device_id: _builtins.int = ...,
+        reference_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_device_id", b"gpu_device_id", "handle", b"handle", "logical_token_index", b"logical_token_index", "physical_block_id", b"physical_block_id", "reference_count", b"reference_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageTableRow: _TypeAlias = PageTableRow  # noqa: Y015
+
+@_typing.final
 class WatchEngineRequest(_message.Message):
     """WatchEngineRequest opens a watch."""
 

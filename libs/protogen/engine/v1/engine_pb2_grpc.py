@@ -45,6 +45,11 @@ class EngineServiceStub:
                 request_serializer=octavo_dot_engine_dot_v1_dot_engine__pb2.WatchEngineRequest.SerializeToString,
                 response_deserializer=octavo_dot_engine_dot_v1_dot_engine__pb2.WatchEngineResponse.FromString,
                 _registered_method=True)
+        self.GetPageTable = channel.unary_stream(
+                '/octavo.engine.v1.EngineService/GetPageTable',
+                request_serializer=octavo_dot_engine_dot_v1_dot_engine__pb2.GetPageTableRequest.SerializeToString,
+                response_deserializer=octavo_dot_engine_dot_v1_dot_engine__pb2.GetPageTableResponse.FromString,
+                _registered_method=True)
         self.DrainEngine = channel.unary_unary(
                 '/octavo.engine.v1.EngineService/DrainEngine',
                 request_serializer=octavo_dot_engine_dot_v1_dot_engine__pb2.DrainEngineRequest.SerializeToString,
@@ -71,6 +76,13 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPageTable(self, request, context):
+        """GetPageTable tells where the computed tokens of a request lie. It comes in messages of some thousand rows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainEngine(self, request, context):
         """DrainEngine stops taking new requests and returns at once; running ones finish.
         """
@@ -90,6 +102,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.WatchEngine,
                     request_deserializer=octavo_dot_engine_dot_v1_dot_engine__pb2.WatchEngineRequest.FromString,
                     response_serializer=octavo_dot_engine_dot_v1_dot_engine__pb2.WatchEngineResponse.SerializeToString,
+            ),
+            'GetPageTable': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetPageTable,
+                    request_deserializer=octavo_dot_engine_dot_v1_dot_engine__pb2.GetPageTableRequest.FromString,
+                    response_serializer=octavo_dot_engine_dot_v1_dot_engine__pb2.GetPageTableResponse.SerializeToString,
             ),
             'DrainEngine': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainEngine,
@@ -152,6 +169,33 @@ class EngineService:
             '/octavo.engine.v1.EngineService/WatchEngine',
             octavo_dot_engine_dot_v1_dot_engine__pb2.WatchEngineRequest.SerializeToString,
             octavo_dot_engine_dot_v1_dot_engine__pb2.WatchEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPageTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/octavo.engine.v1.EngineService/GetPageTable',
+            octavo_dot_engine_dot_v1_dot_engine__pb2.GetPageTableRequest.SerializeToString,
+            octavo_dot_engine_dot_v1_dot_engine__pb2.GetPageTableResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class EngineServiceStub:
     """WatchEngine sends a snapshot first, then numbered changes. A watcher that sees a gap in
     sequence_number, or falls too far behind and is cut off, opens a new watch.
     """
+    GetPageTable: _grpc.UnaryStreamMultiCallable[_engine_pb2.GetPageTableRequest, _engine_pb2.GetPageTableResponse]
+    """GetPageTable tells where the computed tokens of a request lie. It comes in messages of some thousand rows."""
     DrainEngine: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DrainEngineRequest, _engine_pb2.DrainEngineResponse]
     """DrainEngine stops taking new requests and returns at once; running ones finish."""
 
@@ -53,6 +55,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """WatchEngine sends a snapshot first, then numbered changes. A watcher that sees a gap in
     sequence_number, or falls too far behind and is cut off, opens a new watch.
     """
+    GetPageTable: _aio.UnaryStreamMultiCallable[_engine_pb2.GetPageTableRequest, _engine_pb2.GetPageTableResponse]  # type: ignore[assignment]
+    """GetPageTable tells where the computed tokens of a request lie. It comes in messages of some thousand rows."""
     DrainEngine: _aio.UnaryUnaryMultiCallable[_engine_pb2.DrainEngineRequest, _engine_pb2.DrainEngineResponse]  # type: ignore[assignment]
     """DrainEngine stops taking new requests and returns at once; running ones finish."""
 
@@ -76,6 +80,14 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """WatchEngine sends a snapshot first, then numbered changes. A watcher that sees a gap in
         sequence_number, or falls too far behind and is cut off, opens a new watch.
         """
+
+    @_abc_1.abstractmethod
+    def GetPageTable(
+        self,
+        request: _engine_pb2.GetPageTableRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.GetPageTableResponse], _abc.AsyncIterator[_engine_pb2.GetPageTableResponse]]:
+        """GetPageTable tells where the computed tokens of a request lie. It comes in messages of some thousand rows."""
 
     @_abc_1.abstractmethod
     def DrainEngine(

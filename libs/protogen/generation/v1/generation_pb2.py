@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%octavo/generation/v1/generation.proto\x12\x14octavo.generation.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"z\n\x0fGenerateRequest\x12.\n\x06submit\x18\x01 \x01(\x0b\x32\x1c.octavo.generation.v1.SubmitH\x00\x12,\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1b.octavo.generation.v1.AbortH\x00\x42\t\n\x07\x63ommand\"\xbf\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\x18\n\x0btraceparent\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x31\n\x0eremaining_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12=\n\x0fsampling_params\x18\x07 \x01(\x0b\x32$.octavo.generation.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x32\n\x07\x63hoices\x18\t \x03(\x0b\x32!.octavo.generation.v1.ChoiceStateB\x0e\n\x0c_traceparent\"\'\n\x0b\x43hoiceState\x12\x18\n\x10output_token_ids\x18\x01 \x03(\r\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\r\"\xc0\x05\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x19\n\x11min_output_tokens\x18\x07 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\x03\x88\x01\x01\x12G\n\nlogit_bias\x18\r \x03(\x0b\x32\x33.octavo.generation.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12\x36\n\tbad_words\x18\x0f \x03(\x0b\x32#.octavo.generation.v1.TokenSequence\x12\x19\n\x0cnum_logprobs\x18\x10 \x01(\rH\x04\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x11 \x01(\rH\x05\x88\x01\x01\x12.\n\x07grammar\x18\x12 \x01(\x0b\x32\x1d.octavo.generation.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"}\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12\x32\n\x06\x63hoice\x18\x04 \x01(\x0b\x32 .octavo.generation.v1.ChoiceListH\x00\x42\x06\n\x04\x66orm\"\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\xeb\x01\n\x10GenerateResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12.\n\x07started\x18\x02 \x03(\x0b\x32\x1d.octavo.generation.v1.Started\x12\x0f\n\x07handles\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x30\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1e.octavo.generation.v1.Finished\x12,\n\x06\x66\x61iled\x18\x07 \x03(\x0b\x32\x1c.octavo.generation.v1.Failed\".\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\r\"\xa8\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x32\n\x06reason\x18\x02 \x01(\x0e\x32\".octavo.generation.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12*\n\x05usage\x18\x04 \x01(\x0b\x32\x1b.octavo.generation.v1.UsageB\x10\n\x0e_stop_token_id\"h\n\x06\x46\x61iled\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12*\n\x05usage\x18\x03 \x01(\x0b\x32\x1b.octavo.generation.v1.Usage\"\xad\x02\n\x05Usage\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_discarded_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\r\x12\x31\n\x0equeue_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32r\n\x11GenerationService\x12]\n\x08Generate\x12%.octavo.generation.v1.GenerateRequest\x1a&.octavo.generation.v1.GenerateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%octavo/generation/v1/generation.proto\x12\x14octavo.generation.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"z\n\x0fGenerateRequest\x12.\n\x06submit\x18\x01 \x01(\x0b\x32\x1c.octavo.generation.v1.SubmitH\x00\x12,\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1b.octavo.generation.v1.AbortH\x00\x42\t\n\x07\x63ommand\"\xfa\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\x18\n\x0btraceparent\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x31\n\x0eremaining_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12=\n\x0fsampling_params\x18\x07 \x01(\x0b\x32$.octavo.generation.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x32\n\x07\x63hoices\x18\t \x03(\x0b\x32!.octavo.generation.v1.ChoiceState\x12\x39\n\rshared_prefix\x18\n \x01(\x0b\x32\".octavo.generation.v1.SharedPrefixB\x0e\n\x0c_traceparent\"0\n\x0cSharedPrefix\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\'\n\x0b\x43hoiceState\x12\x18\n\x10output_token_ids\x18\x01 \x03(\r\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\r\"\xc0\x05\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x19\n\x11min_output_tokens\x18\x07 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\x03\x88\x01\x01\x12G\n\nlogit_bias\x18\r \x03(\x0b\x32\x33.octavo.generation.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12\x36\n\tbad_words\x18\x0f \x03(\x0b\x32#.octavo.generation.v1.TokenSequence\x12\x19\n\x0cnum_logprobs\x18\x10 \x01(\rH\x04\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x11 \x01(\rH\x05\x88\x01\x01\x12.\n\x07grammar\x18\x12 \x01(\x0b\x32\x1d.octavo.generation.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"}\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12\x32\n\x06\x63hoice\x18\x04 \x01(\x0b\x32 .octavo.generation.v1.ChoiceListH\x00\x42\x06\n\x04\x66orm\"\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\xeb\x01\n\x10GenerateResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12.\n\x07started\x18\x02 \x03(\x0b\x32\x1d.octavo.generation.v1.Started\x12\x0f\n\x07handles\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x30\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1e.octavo.generation.v1.Finished\x12,\n\x06\x66\x61iled\x18\x07 \x03(\x0b\x32\x1c.octavo.generation.v1.Failed\".\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\r\"\xa8\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x32\n\x06reason\x18\x02 \x01(\x0e\x32\".octavo.generation.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12*\n\x05usage\x18\x04 \x01(\x0b\x32\x1b.octavo.generation.v1.UsageB\x10\n\x0e_stop_token_id\"h\n\x06\x46\x61iled\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12*\n\x05usage\x18\x03 \x01(\x0b\x32\x1b.octavo.generation.v1.Usage\"\xad\x02\n\x05Usage\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_discarded_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\r\x12\x31\n\x0equeue_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32r\n\x11GenerationService\x12]\n\x08Generate\x12%.octavo.generation.v1.GenerateRequest\x1a&.octavo.generation.v1.GenerateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,36 +35,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2421
-  _globals['_FINISHREASON']._serialized_end=2543
+  _globals['_FINISHREASON']._serialized_start=2530
+  _globals['_FINISHREASON']._serialized_end=2652
   _globals['_GENERATEREQUEST']._serialized_start=120
   _globals['_GENERATEREQUEST']._serialized_end=242
   _globals['_SUBMIT']._serialized_start=245
-  _globals['_SUBMIT']._serialized_end=564
-  _globals['_CHOICESTATE']._serialized_start=566
-  _globals['_CHOICESTATE']._serialized_end=605
-  _globals['_ABORT']._serialized_start=607
-  _globals['_ABORT']._serialized_end=651
-  _globals['_SAMPLINGPARAMS']._serialized_start=654
-  _globals['_SAMPLINGPARAMS']._serialized_end=1358
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1216
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1264
-  _globals['_TOKENSEQUENCE']._serialized_start=1360
-  _globals['_TOKENSEQUENCE']._serialized_end=1394
-  _globals['_GRAMMAR']._serialized_start=1396
-  _globals['_GRAMMAR']._serialized_end=1521
-  _globals['_CHOICELIST']._serialized_start=1523
-  _globals['_CHOICELIST']._serialized_end=1552
-  _globals['_GENERATERESPONSE']._serialized_start=1555
-  _globals['_GENERATERESPONSE']._serialized_end=1790
-  _globals['_STARTED']._serialized_start=1792
-  _globals['_STARTED']._serialized_end=1838
-  _globals['_FINISHED']._serialized_start=1841
-  _globals['_FINISHED']._serialized_end=2009
-  _globals['_FAILED']._serialized_start=2011
-  _globals['_FAILED']._serialized_end=2115
-  _globals['_USAGE']._serialized_start=2118
-  _globals['_USAGE']._serialized_end=2419
-  _globals['_GENERATIONSERVICE']._serialized_start=2545
-  _globals['_GENERATIONSERVICE']._serialized_end=2659
+  _globals['_SUBMIT']._serialized_end=623
+  _globals['_SHAREDPREFIX']._serialized_start=625
+  _globals['_SHAREDPREFIX']._serialized_end=673
+  _globals['_CHOICESTATE']._serialized_start=675
+  _globals['_CHOICESTATE']._serialized_end=714
+  _globals['_ABORT']._serialized_start=716
+  _globals['_ABORT']._serialized_end=760
+  _globals['_SAMPLINGPARAMS']._serialized_start=763
+  _globals['_SAMPLINGPARAMS']._serialized_end=1467
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1325
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1373
+  _globals['_TOKENSEQUENCE']._serialized_start=1469
+  _globals['_TOKENSEQUENCE']._serialized_end=1503
+  _globals['_GRAMMAR']._serialized_start=1505
+  _globals['_GRAMMAR']._serialized_end=1630
+  _globals['_CHOICELIST']._serialized_start=1632
+  _globals['_CHOICELIST']._serialized_end=1661
+  _globals['_GENERATERESPONSE']._serialized_start=1664
+  _globals['_GENERATERESPONSE']._serialized_end=1899
+  _globals['_STARTED']._serialized_start=1901
+  _globals['_STARTED']._serialized_end=1947
+  _globals['_FINISHED']._serialized_start=1950
+  _globals['_FINISHED']._serialized_end=2118
+  _globals['_FAILED']._serialized_start=2120
+  _globals['_FAILED']._serialized_end=2224
+  _globals['_USAGE']._serialized_start=2227
+  _globals['_USAGE']._serialized_end=2528
+  _globals['_GENERATIONSERVICE']._serialized_start=2654
+  _globals['_GENERATIONSERVICE']._serialized_end=2768
 # @@protoc_insertion_point(module_scope)

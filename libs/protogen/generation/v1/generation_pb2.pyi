@@ -99,6 +99,7 @@ class Submit(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    SHARED_PREFIX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUID made by the gateway; unique on the engine while the request lives."""
     tenant_id: _builtins.str
@@ -125,6 +126,10 @@ class Submit(_message.Message):
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceState]:
         """One entry for each choice asked for; at least one."""
 
+    @_builtins.property
+    def shared_prefix(self) -> Global___SharedPrefix:
+        """Leading blocks that all tenants share; unset when the prompt begins with none."""
+
     def __init__(
         self,
         *,
@@ -137,16 +142,45 @@ class Submit(_message.Message):
         sampling_params: Global___SamplingParams | None = ...,
         cache_salt: _builtins.bytes = ...,
         choices: _abc.Iterable[Global___ChoiceState] | None = ...,
+        shared_prefix: Global___SharedPrefix | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "remaining_time", b"remaining_time", "sampling_params", b"sampling_params", "traceparent", b"traceparent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "remaining_time", b"remaining_time", "sampling_params", b"sampling_params", "shared_prefix", b"shared_prefix", "traceparent", b"traceparent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "cache_salt", b"cache_salt", "choices", b"choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remaining_time", b"remaining_time", "request_id", b"request_id", "sampling_params", b"sampling_params", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "cache_salt", b"cache_salt", "choices", b"choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remaining_time", b"remaining_time", "request_id", b"request_id", "sampling_params", b"sampling_params", "shared_prefix", b"shared_prefix", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__traceparent: _TypeAlias = _typing.Literal["traceparent"]  # noqa: Y015
     _WhichOneofArgType__traceparent: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__traceparent) -> _WhichOneofReturnType__traceparent | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class SharedPrefix(_message.Message):
+    """SharedPrefix is the part of a prompt whose text the operator has declared as common to all tenants. Its blocks chain
+    from the operator's salt; cache_salt enters at the first block after it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SALT_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    salt: _builtins.bytes
+    """The operator's salt."""
+    num_blocks: _builtins.int
+    """Number of whole blocks."""
+    def __init__(
+        self,
+        *,
+        salt: _builtins.bytes = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "salt", b"salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedPrefix: _TypeAlias = SharedPrefix  # noqa: Y015
 
 @_typing.final
 class ChoiceState(_message.Message):

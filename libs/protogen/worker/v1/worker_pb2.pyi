@@ -31,6 +31,8 @@ class _SequenceFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Seque
     """Never sent."""
     SEQUENCE_FAILURE_INVALID_LOGITS: _SequenceFailure.ValueType  # 1
     """Logits were NaN or infinite."""
+    SEQUENCE_FAILURE_UNSUPPORTED: _SequenceFailure.ValueType  # 2
+    """Its sampling parameters ask for what this worker does not serve."""
 
 class SequenceFailure(_SequenceFailure, metaclass=_SequenceFailureEnumTypeWrapper):
     """SequenceFailure says why a sequence could not go on."""
@@ -39,6 +41,8 @@ SEQUENCE_FAILURE_UNSPECIFIED: SequenceFailure.ValueType  # 0
 """Never sent."""
 SEQUENCE_FAILURE_INVALID_LOGITS: SequenceFailure.ValueType  # 1
 """Logits were NaN or infinite."""
+SEQUENCE_FAILURE_UNSUPPORTED: SequenceFailure.ValueType  # 2
+"""Its sampling parameters ask for what this worker does not serve."""
 Global___SequenceFailure: _TypeAlias = SequenceFailure  # noqa: Y015
 
 @_typing.final
@@ -223,6 +227,8 @@ class ExecuteStepsRequest(_message.Message):
     NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     NEW_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    COPY_SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    COPY_TARGET_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Counts up by one."""
     @_builtins.property
@@ -249,6 +255,14 @@ class ExecuteStepsRequest(_message.Message):
     def new_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Their block ids, one sequence after the other."""
 
+    @_builtins.property
+    def copy_source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks whose contents are copied before anything is computed, all layers: the source of each copy."""
+
+    @_builtins.property
+    def copy_target_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The target of each copy; as long as copy_source_block_ids."""
+
     def __init__(
         self,
         *,
@@ -259,10 +273,12 @@ class ExecuteStepsRequest(_message.Message):
         num_scheduled_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_new_blocks: _abc.Iterable[_builtins.int] | None = ...,
         new_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        copy_source_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        copy_target_block_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_slots", b"ended_slots", "new_block_ids", b"new_block_ids", "new_sequences", b"new_sequences", "num_new_blocks", b"num_new_blocks", "num_scheduled_tokens", b"num_scheduled_tokens", "slots", b"slots", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "ended_slots", b"ended_slots", "new_block_ids", b"new_block_ids", "new_sequences", b"new_sequences", "num_new_blocks", b"num_new_blocks", "num_scheduled_tokens", b"num_scheduled_tokens", "slots", b"slots", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -295,7 +311,7 @@ class NewSequence(_message.Message):
 
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks held before this step's new ones: those taken from the prefix cache."""
+        """Blocks held before this step's new ones: those taken from the prefix cache or from another choice."""
 
     @_builtins.property
     def sampling_params(self) -> _generation_pb2.SamplingParams:
@@ -380,19 +396,23 @@ class FailedSequence(_message.Message):
 
     SLOT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Its slot."""
     failure: Global___SequenceFailure.ValueType
     """Why."""
+    message: _builtins.str
+    """A sentence for the one who asked."""
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         failure: Global___SequenceFailure.ValueType = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "message", b"message", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,59 @@
+"""What a step may still compute: in tokens, and in predicted seconds."""
+
+from __future__ import annotations
+
+from services.engine.core.step_cost import StepCostModel, StepWork
+
+
+class TokenBudget:
+    """Scratch state of one scheduling pass. Decodes are always granted; prompts get what is left.
+
+    With a target for the inter-token latency, and while somebody decodes, a step takes prompt tokens only as far as
+    its predicted time allows, but always a few: a target that cannot be met must not starve prompts.
+    """
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        *,
+        min_chunk_tokens: int,
+        max_share: float,
+        target_seconds: float | None,
+        cost_model: StepCostModel,
+    ) -> None:
+        self.num_tokens_left = max_num_tokens
+        self._max_num_tokens = max_num_tokens
+        self._min_chunk_tokens = min_chunk_tokens
+        self._max_share = max_share
+        self._target_seconds = target_seconds if cost_model.is_fitted else None
+        self._cost_model = cost_model
+        self._seconds_left: float | None = None
+        self._has_granted_chunk = False
+
+    def take_decodes(self, num_tokens: int, context_tokens: int) -> None:
+        """Take what single-token rows need."""
+        self.num_tokens_left -= num_tokens
+        if self._target_seconds is not None and num_tokens:
+            work = StepWork(num_tokens, context_tokens, 0)
+            self._seconds_left = self._target_seconds - self._cost_model.predict_seconds(work)
+
+    def grant_chunk(self, num_pending_tokens: int, *, num_computed_tokens: int, has_rivals: bool) -> int:
+        """Take and return the tokens that a prompt computes in this step; none when the budget is used up.
+
+        With rivals one prompt takes at most its share of a step, so that short prompts pass long ones.
+        """
+        granted = min(num_pending_tokens, self.num_tokens_left)
+        if has_rivals:
+            granted = min(granted, max(self._min_chunk_tokens, int(self._max_num_tokens * self._max_share)))
+        if self._seconds_left is not None and granted > 0:
+            affordable = self._cost_model.max_chunk_tokens(
+                self._seconds_left, num_computed_tokens=num_computed_tokens
+            )
+            floor = 0 if self._has_granted_chunk else self._min_chunk_tokens
+            granted = min(granted, max(affordable, floor))
+            pairs = granted * num_computed_tokens + granted * granted // 2
+            without_constant = self._cost_model.predict_seconds(StepWork(granted, 0, pairs))
+            self._seconds_left -= without_constant - self._cost_model.predict_seconds(StepWork(0, 0, 0))
+        self._has_granted_chunk |= granted > 0
+        self.num_tokens_left -= granted
+        return granted
