@@ -22,12 +22,13 @@ from libs.rpc import RpcStream, duration_from_seconds, error_from_status, make_c
 from libs.rpc import unary as call
 from services.engine.clients import WorkerClient
 from services.engine.config import EngineConfig
+from services.engine.core.scheduler import Admission
 from services.engine.feed import EngineFeed
 from services.engine.loop import EngineLoop
 from services.engine.registry_writer import RegistryWriter
 from services.engine.servicer import registrations
 from services.engine.worker_group import WorkerGroup
-from tests.fakes.fake_worker import FakeWorker, continuation
+from tests.fakes.fake_worker import EOS_TOKEN_ID, FakeWorker, continuation
 
 End: TypeAlias = generation_pb2.Finished | generation_pb2.Failed
 
@@ -212,7 +213,10 @@ async def test_streams_the_tokens_of_many_requests_and_gives_all_blocks_back() -
 async def test_preemption_changes_no_token() -> None:
     worker = FakeWorker(num_blocks=8)
 
-    async with running_engine(worker, watermark_fraction=0.0) as engine, engine.gateway() as gateway:
+    async with (
+        running_engine(worker, watermark_fraction=0.0, admission=Admission.WATERMARK) as engine,
+        engine.gateway() as gateway,
+    ):
         for index in range(6):
             await gateway.submit(f"r{index}", [20 + index] * 20, 60)
         ends = [await gateway.end_of(f"r{index}") for index in range(6)]
@@ -220,6 +224,105 @@ async def test_preemption_changes_no_token() -> None:
     assert sum(end.usage.num_preemptions for end in ends) > 0
     for index in range(6):
         assert gateway.tokens_of(f"r{index}") == continuation([20 + index] * 20, 60)
+
+
+async def test_the_next_step_is_there_before_the_worker_has_answered() -> None:
+    worker = FakeWorker(holds_answers=True)
+
+    async with running_engine(worker) as engine, engine.gateway() as gateway:
+        await gateway.submit("a", PROMPT, 20)
+        await gateway.end_of("a")
+
+    assert gateway.tokens_of("a") == continuation(PROMPT, 20)
+    # The last of the twenty steps has no next.
+    assert worker.num_overlapped_steps == 19
+
+
+async def test_an_end_token_wastes_one_token_and_shows_none_of_it() -> None:
+    worker = FakeWorker(holds_answers=True, eos_after_tokens=7)
+
+    async with running_engine(worker) as engine, engine.gateway() as gateway:
+        await gateway.submit("a", PROMPT, 20)
+        end = await gateway.end_of("a")
+        load = await until_idle(engine)
+
+    assert isinstance(end, generation_pb2.Finished)
+    assert end.reason == generation_pb2.FINISH_REASON_STOP
+    assert end.stop_token_id == EOS_TOKEN_ID
+    assert gateway.tokens_of("a") == [*continuation(PROMPT, 6), EOS_TOKEN_ID]
+    assert end.usage.num_output_tokens == 7
+    assert end.usage.num_discarded_tokens == 1
+    assert load.num_available_blocks == load.num_blocks
+
+
+async def test_the_page_table_is_the_one_that_the_worker_uses() -> None:
+    worker = FakeWorker(step_seconds=0.01)
+
+    async with running_engine(worker, max_steps_in_flight=1) as engine, engine.gateway() as gateway:
+        await gateway.submit("a", [5] * 40, 200)
+        await gateway.until(lambda: bool(gateway.tokens) and len(gateway.tokens_of("a")) >= 30)
+        rows = await page_table(engine, "a")
+        [sequence] = worker.sequences.values()
+        unknown = await page_table(engine, "b")
+
+    assert [row.logical_token_index for row in rows] == list(range(len(rows)))
+    assert len(rows) >= 40 + 29
+    assert [row.physical_block_id for row in rows] == [
+        sequence.block_ids[row.logical_token_index // 16] for row in rows
+    ]
+    assert {row.reference_count for row in rows} == {1}
+    assert unknown == []
+
+
+async def page_table(engine: Engine, request_id: str) -> list[engine_pb2.PageTableRow]:
+    request = engine_pb2.GetPageTableRequest(request_id=request_id)
+    async with open_stream(engine.service.GetPageTable, request, on_lost=EngineLost) as stream:
+        return [row async for message in stream for row in message.rows]
+
+
+async def test_choices_share_the_blocks_of_their_prompt() -> None:
+    worker = FakeWorker(step_seconds=0.005)
+
+    async with running_engine(worker) as engine, engine.gateway() as gateway:
+        submit = generation_pb2.Submit(
+            request_id="a",
+            prompt_token_ids=[5] * 40,
+            sampling_params=generation_pb2.SamplingParams(max_output_tokens=60),
+            choices=[generation_pb2.ChoiceState()] * 3,
+        )
+        await gateway.stream.send(generation_pb2.GenerateRequest(submit=submit))
+        await gateway.until(lambda: len(gateway.tokens) == 3 and all(gateway.tokens.values()))
+        rows = await page_table(engine, "a")
+        await gateway.until(lambda: len(gateway.ends) == 3)
+        load = await until_idle(engine)
+
+    shared = [row.reference_count for row in rows if row.logical_token_index < 32]
+    own = [row.reference_count for row in rows if row.logical_token_index >= 32]
+    assert set(shared) == {3}
+    assert set(own) == {1}
+    assert all(tokens == continuation([5] * 40, 60) for tokens in gateway.tokens.values())
+    copies = [
+        pair
+        for step in worker.steps
+        for pair in zip(step.copy_source_block_ids, step.copy_target_block_ids, strict=True)
+    ]
+    assert len(copies) == 2
+    assert load.num_available_blocks == load.num_blocks
+
+
+async def test_requests_with_one_prefix_compute_it_once() -> None:
+    worker = FakeWorker()
+    prompt = [7] * 160
+
+    async with running_engine(worker, max_num_batched_tokens=64) as engine, engine.gateway() as gateway:
+        for index in range(5):
+            await gateway.submit(str(index), [*prompt, 100 + index], 4)
+        ends = [await gateway.end_of(str(index)) for index in range(5)]
+
+    computed = sum(count for step in worker.steps for count in step.num_scheduled_tokens)
+    assert computed <= 161 + 5 * 4 + 4
+    assert [end.usage.num_cached_tokens for end in ends] == [0, 160, 160, 160, 160]
+    assert all(gateway.tokens_of(str(index)) == continuation([*prompt, 100 + index], 4) for index in range(5))
 
 
 async def test_each_gateway_hears_only_of_its_own_requests() -> None:
@@ -246,6 +349,26 @@ async def test_abort_is_answered_by_an_end_and_frees_blocks() -> None:
     assert end.reason == generation_pb2.FINISH_REASON_ABORTED
     assert end.usage.num_output_tokens == len(gateway.tokens_of("a"))
     assert load.num_available_blocks == load.num_blocks
+
+
+async def test_a_request_that_leaves_the_queue_costs_nothing() -> None:
+    worker = FakeWorker(step_seconds=0.005)
+
+    async with running_engine(worker, max_num_seqs=1) as engine, engine.gateway() as gateway:
+        await gateway.submit("a", PROMPT, 40)
+        await gateway.until(lambda: "a" in gateway.handles)
+        await gateway.submit("b", [9] * 300, 40)
+        await gateway.until(lambda: "b" in gateway.handles)
+        await gateway.abort("b")
+        left = await gateway.end_of("b")
+        waiting = (await get_engine(engine)).load.num_waiting_requests
+        await gateway.end_of("a")
+
+    assert isinstance(left, generation_pb2.Finished)
+    assert left.reason == generation_pb2.FINISH_REASON_ABORTED
+    assert left.usage.num_computed_tokens == 0
+    assert waiting == 0
+    assert sum(count for step in worker.steps for count in step.num_scheduled_tokens) == len(PROMPT) + 39
 
 
 async def test_a_gateway_that_leaves_aborts_its_requests() -> None:
@@ -288,6 +411,32 @@ async def test_a_frozen_worker_makes_the_engine_unready_and_then_counts_as_lost(
         await until_state(engine, engine_pb2.ENGINE_STATE_READY)
 
     assert isinstance(error_of(end), WorkerLost)
+
+
+async def test_an_idle_engine_notices_a_frozen_worker() -> None:
+    async with running_engine(
+        FakeWorker(), heartbeat_seconds=0.05, stall_seconds=0.1, step_timeout_seconds=0.4
+    ) as engine:
+        before = (await get_engine(engine)).engine.incarnation
+        engine.worker.freeze = True
+        await until_state(engine, engine_pb2.ENGINE_STATE_STARTING)
+        engine.worker.freeze = False
+        async with asyncio.timeout(10):
+            while (await get_engine(engine)).engine.incarnation == before:
+                await asyncio.sleep(0.01)
+        await until_state(engine, engine_pb2.ENGINE_STATE_READY)
+
+
+async def test_heartbeats_disturb_no_request() -> None:
+    async with running_engine(FakeWorker(), heartbeat_seconds=0.01) as engine, engine.gateway() as gateway:
+        for index in range(3):
+            # Longer than the idle tick, so that a heartbeat comes in between.
+            await asyncio.sleep(0.3)
+            await gateway.submit(str(index), PROMPT, 8)
+            await gateway.end_of(str(index))
+
+    assert all(gateway.tokens_of(str(index)) == continuation(PROMPT, 8) for index in range(3))
+    assert sum(step.step_id == 0 for step in engine.worker.steps) > 0
 
 
 async def test_logits_that_are_not_numbers_end_only_their_own_request() -> None:

@@ -151,6 +151,11 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         self.set_load(state=engine_pb2.ENGINE_STATE_DRAINING)
         return engine_pb2.DrainEngineResponse(num_requests=self.load.num_running_requests)
 
+    async def GetPageTable(
+        self, request: engine_pb2.GetPageTableRequest, context: Any
+    ) -> AsyncIterator[engine_pb2.GetPageTableResponse]:
+        yield engine_pb2.GetPageTableResponse()
+
     async def WatchEngine(
         self, request: engine_pb2.WatchEngineRequest, context: Any
     ) -> AsyncIterator[engine_pb2.WatchEngineResponse]:

@@ -170,6 +170,11 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
         yield engine_pb2.WatchEngineResponse(incarnation=1, snapshot=snapshot)
         await asyncio.Event().wait()
 
+    async def GetPageTable(
+        self, request: engine_pb2.GetPageTableRequest, context: Any
+    ) -> AsyncIterator[engine_pb2.GetPageTableResponse]:
+        yield engine_pb2.GetPageTableResponse()
+
 
 class _Generation(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, engine: FakeGenerationEngine) -> None:

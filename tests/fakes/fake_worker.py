@@ -35,15 +35,27 @@ def continuation(prompt_token_ids: list[int], num_tokens: int) -> list[int]:
     return token_ids[len(prompt_token_ids) :]
 
 
+# How long an answer is held for a next step that may never come.
+_HOLD_SECONDS = 0.3
+
+
 @dataclass
-class _Sequence:
+class WorkerSequence:
+    """What the worker knows of a sequence."""
+
     token_ids: list[int]
+    num_prompt_tokens: int
     num_computed_tokens: int
+    block_ids: list[int]
 
 
 @dataclass
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """One rank. ``break_next_step`` ends the stream in place of an answer; ``freeze`` never answers."""
+    """One rank. ``break_next_step`` ends the stream in place of an answer; ``freeze`` never answers.
+
+    ``holds_answers`` answers a step only when the next one has come, or after a while; ``num_overlapped_steps``
+    counts how often it came. ``eos_after_tokens`` makes that output token, and all after it, the end token.
+    """
 
     num_blocks: int = 64
     max_model_len: int = 512
@@ -51,8 +63,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     poisoned_token_id: int | None = None
     break_next_step: bool = False
     freeze: bool = False
+    holds_answers: bool = False
+    eos_after_tokens: int | None = None
     num_loads: int = 0
+    num_overlapped_steps: int = 0
     steps: list[worker_pb2.ExecuteStepsRequest] = field(default_factory=list)
+    sequences: dict[int, WorkerSequence] = field(default_factory=dict)
 
     def registration(self) -> Registration:
         """Return what a server needs."""
@@ -89,36 +105,70 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[worker_pb2.ExecuteStepsRequest, worker_pb2.ExecuteStepsResponse],
     ) -> AsyncIterator[worker_pb2.ExecuteStepsResponse]:
         """Answer steps in order."""
-        sequences: dict[int, _Sequence] = {}
-        async for step in request_iterator:
-            self.steps.append(step)
-            await asyncio.sleep(self.step_seconds)
-            if self.freeze:
-                await asyncio.Event().wait()
-            if self.break_next_step:
-                self.break_next_step = False
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker broke")
-            yield self._answer(step, sequences)
+        self.sequences.clear()
+        steps: asyncio.Queue[worker_pb2.ExecuteStepsRequest] = asyncio.Queue()
+        reader = asyncio.create_task(_read_into(steps, request_iterator))
+        try:
+            while True:
+                step = await steps.get()
+                self.steps.append(step)
+                await asyncio.sleep(self.step_seconds)
+                if self.freeze:
+                    await asyncio.Event().wait()
+                if self.break_next_step:
+                    self.break_next_step = False
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker broke")
+                if self.holds_answers:
+                    self.num_overlapped_steps += await _comes_within(steps, _HOLD_SECONDS)
+                yield self._answer(step, self.sequences)
+        finally:
+            reader.cancel()
 
     def _answer(
-        self, step: worker_pb2.ExecuteStepsRequest, sequences: dict[int, _Sequence]
+        self, step: worker_pb2.ExecuteStepsRequest, sequences: dict[int, WorkerSequence]
     ) -> worker_pb2.ExecuteStepsResponse:
         response = worker_pb2.ExecuteStepsResponse(step_id=step.step_id, step_duration=duration_from_seconds(0.001))
         for slot in step.ended_slots:
             del sequences[slot]
         for new in step.new_sequences:
             assert new.slot not in sequences, f"slot {new.slot} is in use"
-            sequences[new.slot] = _Sequence(list(new.token_ids), new.num_computed_tokens)
-        for slot, num_tokens in zip(step.slots, step.num_scheduled_tokens, strict=True):
+            sequences[new.slot] = WorkerSequence(
+                list(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, list(new.block_ids)
+            )
+        position = 0
+        for slot, num_tokens, num_new in zip(
+            step.slots, step.num_scheduled_tokens, step.num_new_blocks, strict=True
+        ):
             sequence = sequences[slot]
+            sequence.block_ids += step.new_block_ids[position : position + num_new]
+            position += num_new
             sequence.num_computed_tokens += num_tokens
             if sequence.num_computed_tokens < len(sequence.token_ids):
                 continue
             if self.poisoned_token_id in sequence.token_ids:
                 response.failed_sequences.add(slot=slot, failure=worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS)
                 continue
-            sequence.token_ids.append(next_token(sequence.token_ids))
+            num_output = len(sequence.token_ids) - sequence.num_prompt_tokens + 1
+            is_end = self.eos_after_tokens is not None and num_output >= self.eos_after_tokens
+            sequence.token_ids.append(EOS_TOKEN_ID if is_end else next_token(sequence.token_ids))
             response.slots.append(slot)
             response.num_tokens.append(1)
             response.token_ids.append(sequence.token_ids[-1])
         return response
+
+
+async def _read_into(
+    steps: asyncio.Queue[worker_pb2.ExecuteStepsRequest],
+    request_iterator: AsyncIterator[worker_pb2.ExecuteStepsRequest],
+) -> None:
+    async for step in request_iterator:
+        steps.put_nowait(step)
+
+
+async def _comes_within(steps: asyncio.Queue[worker_pb2.ExecuteStepsRequest], seconds: float) -> bool:
+    """Say whether another step is there before the time is up."""
+    for _ in range(int(seconds / 0.005)):
+        if not steps.empty():
+            return True
+        await asyncio.sleep(0.005)
+    return False

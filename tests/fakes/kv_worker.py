@@ -7,14 +7,17 @@ last digest. So it answers like a model would: a block table that points at wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 
 import numpy as np
-import numpy.typing as npt
 
-from services.engine.core.scheduler_output import NewSequence, SchedulerOutput, StepResult
+from libs.errors import InvalidLogits, OctavoError
+from services.engine.core.kv_cache_manager import BlockCopy
+from services.engine.core.scheduler_output import NewSequence, SchedulerOutput, SlotFailure, StepResult
+from services.engine.core.step_cost import StepWork
 
 _MASK = (1 << 64) - 1
 _ROOT = 0x9E3779B97F4A7C15
@@ -22,6 +25,8 @@ _GARBAGE = 0xDEAD_BEEF_DEAD_BEEF
 
 # Chooses a token from the KV of the last known token, the place in the output and the choice.
 Sampler = Callable[[int, int, int], int]
+# Says how long a step takes.
+Clock = Callable[[StepWork], float]
 
 
 def extend_digest(previous: int, token_id: int) -> int:
@@ -30,7 +35,7 @@ def extend_digest(previous: int, token_id: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def digests_of(token_ids: Sequence[int]) -> list[int]:
+def digests_of(token_ids: Iterable[int]) -> list[int]:
     """Return the KV that each token of a sequence should have."""
     return list(accumulate(token_ids, extend_digest, initial=_ROOT))[1:]
 
@@ -43,6 +48,26 @@ def greedy(vocab_size: int) -> Sampler:
 def counting(first_token_id: int) -> Sampler:
     """Sample ascending ids, for transcripts that a reader can follow."""
     return lambda digest, output_position, choice_index: first_token_id + 50 * choice_index + output_position
+
+
+def always(seconds: float) -> Clock:
+    """Let every step take the same time."""
+    return lambda work: seconds
+
+
+def with_failures(
+    output: SchedulerOutput,
+    result: StepResult,
+    failed_slots: Collection[int],
+    error: OctavoError | None = None,
+) -> StepResult:
+    """Return the result of a step in which some sequences, sampled or not, could not go on."""
+    if not failed_slots:
+        return result
+    is_kept = ~np.isin(result.slots, list(failed_slots))
+    error = error or InvalidLogits("The logits are not numbers.")
+    failures = tuple(SlotFailure(slot, error) for slot in output.slots.tolist() if slot in failed_slots)
+    return replace(result, slots=result.slots[is_kept], token_ids=result.token_ids[is_kept], failures=failures)
 
 
 @dataclass(slots=True)
@@ -65,15 +90,17 @@ class Row:
 
 
 class FakeKVWorker:
-    """Executes steps in a flat KV memory of ``num_blocks * block_size`` places."""
+    """Executes steps, in the order in which they are sent, in a flat KV memory of ``num_blocks * block_size``."""
 
-    def __init__(self, num_blocks: int, block_size: int, sample: Sampler) -> None:
+    def __init__(self, num_blocks: int, block_size: int, sample: Sampler, seconds_of: Clock | None = None) -> None:
         self.block_size = block_size
         self.rows: dict[int, Row] = {}
+        self.num_copies = 0
         self._sample = sample
+        self._seconds_of = seconds_of or always(0.001)
         # Never cleared when a block changes hands, as on an accelerator.
-        self._memory: npt.NDArray[np.uint64] = np.full(num_blocks * block_size, _GARBAGE, np.uint64)
-        self._writers = np.zeros(num_blocks * block_size, np.int64)
+        self._memory = [_GARBAGE] * (num_blocks * block_size)
+        self._writers = [0] * (num_blocks * block_size)
 
     def take(self, output: SchedulerOutput) -> dict[int, Row]:
         """Apply a step's difference; returns the rows that ended, by slot."""
@@ -83,20 +110,26 @@ class FakeKVWorker:
             assert new.slot not in self.rows, f"slot {new.slot} is not free"
             self.rows[new.slot] = self._new_row(new, handle_of[new.slot])
         position = 0
+        new_block_ids = output.new_block_ids.tolist()
         for slot, count in zip(output.slots.tolist(), output.num_new_blocks.tolist(), strict=True):
-            self.rows[slot].block_ids += output.new_block_ids[position : position + count].tolist()
-            position += count
-        assert position == len(output.new_block_ids), "new blocks that belong to no slot"
+            if count:
+                self.rows[slot].block_ids += new_block_ids[position : position + count]
+                position += count
+        assert position == len(new_block_ids), "new blocks that belong to no slot"
         return ended
 
-    def execute(self, output: SchedulerOutput, failed_slots: Sequence[int] = ()) -> StepResult:
-        """Compute a step that was taken; ``failed_slots`` get no token."""
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Copy blocks, then compute a step that was taken."""
+        num_readers = Counter(chain.from_iterable(row.block_ids for row in self.rows.values()))
+        for copy in output.block_copies:
+            self._copy(copy, num_readers)
         for slot, count in zip(output.slots.tolist(), output.num_scheduled_tokens.tolist(), strict=True):
-            self._check_is_only_writer(slot, count)
-            self._compute(self.rows[slot], count)
-        sampled = [slot for slot in output.slots[output.is_sampled].tolist() if slot not in failed_slots]
+            row = self.rows[slot]
+            self._check_is_only_writer(slot, row, count, num_readers)
+            self._compute(row, count)
+        sampled = output.slots[output.is_sampled]
         token_ids = []
-        for slot in sampled:
+        for slot in sampled.tolist():
             row = self.rows[slot]
             assert row.num_computed_tokens == len(row.token_ids), f"slot {slot} is sampled before its last token"
             position = len(row.token_ids) - row.num_prompt_tokens
@@ -104,31 +137,35 @@ class FakeKVWorker:
             token_ids.append(row.token_ids[-1])
         return StepResult(
             step_id=output.step_id,
-            slots=np.array(sampled, np.int64),
+            slots=sampled,
             token_ids=np.array(token_ids, np.uint32),
-            failed_slots=tuple(failed_slots),
-            step_seconds=0.001,
+            failures=(),
+            step_seconds=self._seconds_of(output.work),
         )
 
     def wrong_contents(self) -> list[str]:
         """Compare memory with what each sequence's computed tokens should have left there."""
         faults = []
         for slot, row in self.rows.items():
-            places = self._places(row, 0, row.num_computed_tokens)
             row.learn_digests()
-            expected = np.array(row.digests[: row.num_computed_tokens], np.uint64)
-            wrong = np.flatnonzero(self._memory[places] != expected)
-            if len(wrong):
-                faults.append(f"slot {slot} (handle {row.handle}) finds foreign contents at position {wrong[0]}")
+            found = self._read(row)
+            expected = row.digests[: row.num_computed_tokens]
+            if found != expected:
+                position = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+                faults.append(f"slot {slot} (handle {row.handle}) finds foreign contents at position {position}")
         return faults
 
     def writers(self, row: Row) -> set[int]:
         """Return the handles whose computed contents a sequence reads."""
-        return set(self._writers[self._places(row, 0, row.num_computed_tokens)].tolist())
+        size, writers = self.block_size, self._writers
+        return {
+            writers[row.block_ids[position // size] * size + position % size]
+            for position in range(row.num_computed_tokens)
+        }
 
     def block_contents(self, block: int) -> list[int]:
         """Return the digests in a block."""
-        return self._memory[block * self.block_size : (block + 1) * self.block_size].tolist()  # type: ignore[no-any-return]
+        return self._memory[block * self.block_size : (block + 1) * self.block_size]
 
     def _new_row(self, new: NewSequence, handle: int) -> Row:
         return Row(
@@ -140,29 +177,54 @@ class FakeKVWorker:
             choice_index=new.choice_index,
         )
 
-    def _check_is_only_writer(self, slot: int, count: int) -> None:
-        row = self.rows[slot]
+    def _copy(self, copy: BlockCopy, num_readers: Counter[int]) -> None:
+        source, target = copy.source_block_id, copy.target_block_id
+        assert num_readers[source], f"block {source} is copied, but nobody holds it"
+        assert num_readers[target] == 1, f"block {target} is overwritten with {num_readers[target]} holders"
+        size = self.block_size
+        for cells in (self._memory, self._writers):
+            cells[target * size : (target + 1) * size] = cells[source * size : (source + 1) * size]
+        self.num_copies += 1
+
+    def _check_is_only_writer(self, slot: int, row: Row, count: int, num_readers: Counter[int]) -> None:
         first, last = row.num_computed_tokens, row.num_computed_tokens + count - 1
-        written = set(row.block_ids[first // self.block_size : last // self.block_size + 1])
-        for other_slot, other in self.rows.items():
-            shared = written.intersection(other.block_ids) if other_slot != slot else set()
-            assert not shared, f"slot {slot} writes to blocks {shared}, which slot {other_slot} reads"
+        assert last < len(row.block_ids) * self.block_size, f"{len(row.block_ids)} blocks for {last + 1} tokens"
+        for block in row.block_ids[first // self.block_size : last // self.block_size + 1]:
+            assert num_readers[block] == 1, f"slot {slot} writes to block {block}, which others read"
 
     def _compute(self, row: Row, count: int) -> None:
         first, last = row.num_computed_tokens, row.num_computed_tokens + count
         assert 1 <= count <= len(row.token_ids) - first, f"{count} tokens after {first} of {len(row.token_ids)}"
-        assert last <= len(row.block_ids) * self.block_size, f"{len(row.block_ids)} blocks for {last} tokens"
-        digest = int(self._memory[self._places(row, first - 1, first)[0]]) if first else _ROOT
-        places = self._places(row, first, last)
-        for place, token_id in zip(places.tolist(), row.token_ids[first:last], strict=True):
-            digest = extend_digest(digest, token_id)
-            self._memory[place] = digest
-        self._writers[places] = row.handle
+        size, memory, blocks = self.block_size, self._memory, row.block_ids
+        digest = memory[blocks[(first - 1) // size] * size + (first - 1) % size] if first else _ROOT
+        for position in range(first, last):
+            digest = extend_digest(digest, row.token_ids[position])
+            place = blocks[position // size] * size + position % size
+            memory[place] = digest
+            self._writers[place] = row.handle
         row.last_digest = digest
         row.num_computed_tokens = last
-        row.learn_digests()
 
-    def _places(self, row: Row, first: int, last: int) -> npt.NDArray[np.int64]:
-        positions = np.arange(first, last)
-        blocks = np.array(row.block_ids, np.int64)
-        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+    def _read(self, row: Row) -> list[int]:
+        contents = chain.from_iterable(self.block_contents(block) for block in row.block_ids)
+        return list(contents)[: row.num_computed_tokens]
+
+
+def step_times(
+    per_step: float, per_token: float, per_read: float, per_pair: float, noise: Sequence[float]
+) -> Clock:
+    """Let steps take what the linear model says, times one plus a factor that comes round and round."""
+    turn = 0
+
+    def seconds_of(work: StepWork) -> float:
+        nonlocal turn
+        turn = (turn + 1) % len(noise)
+        exact = (
+            per_step
+            + per_token * work.num_tokens
+            + per_read * work.decode_context_tokens
+            + per_pair * work.prefill_pairs
+        )
+        return exact * (1 + noise[turn])
+
+    return seconds_of

@@ -68,8 +68,3 @@ class NaiveBlockPool:
     def forget(self, blocks: list[int]) -> None:
         for block in blocks:
             self.hash_of.pop(block, None)
-
-    def clear_hashes(self) -> None:
-        self.hash_of.clear()
-        self.free.update(self.evictable)
-        self.evictable.clear()

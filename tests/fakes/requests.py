@@ -19,6 +19,7 @@ def make_request(
     min_output_tokens: int = 0,
     stop_token_ids: frozenset[int] = frozenset(),
     ignore_eos: bool = False,
+    tenant_id: str = "",
     priority: int = 0,
     cache_salt: bytes = b"",
     deadline: float | None = None,
@@ -37,6 +38,7 @@ def make_request(
             ignore_eos=ignore_eos,
         ),
         sampling_params=sampling_params,
+        tenant_id=tenant_id,
         priority=priority,
         cache_salt=cache_salt,
         deadline=deadline,
@@ -53,14 +55,17 @@ def make_sequence(
     cache_salt: bytes = b"",
     deadline: float | None = None,
 ) -> EngineSequence:
-    """Build the only choice of a request, with ``handle`` as its place of arrival."""
+    """Build the only choice of a request that came at time zero, with ``handle`` as its place of arrival."""
+    request = request or make_request(
+        f"r{handle}", token_ids, priority=priority, cache_salt=cache_salt, deadline=deadline
+    )
     return EngineSequence(
-        request=request
-        or make_request(f"r{handle}", token_ids, priority=priority, cache_salt=cache_salt, deadline=deadline),
+        request=request,
         handle=handle,
         choice_index=0,
         arrival_number=handle,
         arrival_time=0.0,
         token_ids=np.array(token_ids, np.uint32),
         num_prior_output_tokens=0,
+        place_time=-float(request.priority),
     )

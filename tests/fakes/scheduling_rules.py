@@ -1,203 +1,509 @@
-"""The rules of scheduling in plain loops, to hold a step against.
+"""The rules of scheduling in plain loops: a referee who says what each step must be.
 
-1. Running sequences come first: those with one token to compute, by place in line, then the others, by place in
-   line, as far as the token budget goes.
-2. If their blocks do not suffice, the last in line gives up all of its blocks, as often as needed and no more;
-   nobody is admitted in such a step.
-3. Otherwise the first in line is admitted while budget and slots last and blocks for all of its known tokens are
-   available besides those that running sequences still need for theirs, with the watermark left over if any run.
-4. A hit is the longest cached prefix, at least one token short of all that is known.
+1. *Running sequences come first*: those with one token to compute, then the others, each by place in line, as far
+   as the budget goes. One whose last token is being sampled has nothing to compute.
+2. *The budget* is in tokens; beside others that want to compute a prompt, one prompt takes at most its share; with
+   a target for the inter-token latency, and while somebody decodes, prompts take what the predicted time leaves,
+   and the first of them a block at least.
+3. *When blocks do not suffice* the one gives up all of its blocks that has the lowest priority, then has computed
+   least, then came last, but never the first in line; as often as needed and no more. For a decode anyone may have
+   to go, for a prompt only those that are not in the step yet. Nobody is admitted in such a step.
+4. *Otherwise* the first in line is admitted while budget and slots last and no admission rule is against it.
+5. *Nobody computes what another is computing*: who finds that its next missing block is being computed by a running
+   sequence sleeps until the last such block of their common prefix is done or given up. The other choices of a
+   request sleep until the first has its first token.
+6. *A hit* is the longest cached prefix, at least one token short of all that is known. A choice whose sibling has
+   computed the prompt shares all of its blocks but the last, which is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from libs.kv import PrefixHash
-from services.engine.core.scheduler import SchedulerConfig
-from services.engine.core.scheduler_output import SchedulerOutput
+from services.engine.core.output_forecast import OutputForecast
+from services.engine.core.scheduler import Admission, Batching, Layout, SchedulerConfig
+from services.engine.core.scheduler_output import NewSequence, SchedulerOutput
+from services.engine.core.step_cost import StepCostModel, StepWork
 
 Cached = Mapping[PrefixHash, int]
 
 
-@dataclass(frozen=True, slots=True)
-class RunningView:
-    """A running sequence before the step."""
+class Known(Protocol):
+    """What the outside knows of an open sequence."""
 
-    order: tuple[int, int]
-    num_tokens: int
-    num_computed_tokens: int
-    block_ids: tuple[int, ...]
+    @property
+    def handle(self) -> int: ...
 
+    @property
+    def token_ids(self) -> list[int]: ...
 
-@dataclass(frozen=True, slots=True)
-class WaitingView:
-    """A sequence without a slot, with the hashes of all its full blocks."""
+    @property
+    def chain(self) -> list[PrefixHash]: ...
 
-    order: tuple[int, int]
-    num_tokens: int
-    chain: tuple[PrefixHash, ...]
+    @property
+    def order(self) -> tuple[float, int]: ...
 
+    @property
+    def parent(self) -> int | None: ...
 
-def share_budget(running: Mapping[int, RunningView], budget: int) -> dict[int, int]:
-    """Return the tokens that each handle computes (rule 1)."""
-    shares: dict[int, int] = {}
-    for is_prefill in (False, True):
-        for handle, view in sorted(running.items(), key=lambda item: item[1].order):
-            pending = view.num_tokens - view.num_computed_tokens
-            if (pending > 1) == is_prefill and min(pending, budget) > 0:
-                shares[handle] = min(pending, budget)
-                budget -= shares[handle]
-    return shares
+    @property
+    def num_prompt_tokens(self) -> int: ...
 
+    @property
+    def tenant_id(self) -> str: ...
 
-def longest_prefix(view: WaitingView, cached: Cached, block_size: int) -> list[int]:
-    """Return the blocks of the hit (rule 4)."""
-    blocks: list[int] = []
-    for prefix_hash in view.chain[: (view.num_tokens - 1) // block_size]:
-        if prefix_hash not in cached:
-            break
-        blocks.append(cached[prefix_hash])
-    return blocks
+    @property
+    def max_output_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
-class _Pool:
-    """Who holds what while a step is planned."""
+class Running:
+    """A running sequence before the step; ``num_tokens`` counts those that are being sampled."""
+
+    handle: int
+    order: tuple[float, int]
+    priority: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    max_num_tokens: int
+    num_output_expected: int
+    block_ids: list[int]
+
+    @property
+    def num_pending(self) -> int:
+        is_last_sampled = self.num_tokens >= self.max_num_tokens
+        return self.num_tokens - self.num_computed_tokens - is_last_sampled
+
+    @property
+    def num_remaining(self) -> int:
+        """Output tokens to come: as expected, and past that as many as there are already."""
+        num_output = self.num_tokens - self.num_prompt_tokens
+        expected = self.num_output_expected - num_output
+        return min(expected if expected > 0 else num_output, self.max_num_tokens - self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Who left and who joined in a step; ``expected_outputs`` is the forecast for each that joined."""
+
+    preempted: tuple[int, ...]
+    admitted: tuple[int, ...]
+    expected_outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Who is admitted: the blocks it shares, the block it has copied, and its first chunk."""
+
+    life: Known
+    count: int
+    num_expected: int
+    hit: list[int]
+    num_hit_tokens: int
+    source: int | None
+
+
+@dataclass(slots=True)
+class _Budget:
+    config: SchedulerConfig
+    cost_model: StepCostModel
+    num_left: int
+    seconds_left: float | None = None
+    is_first_chunk: bool = True
+
+    def take_decodes(self, rows: Sequence[Running]) -> None:
+        self.num_left -= len(rows)
+        target = self.config.target_itl_seconds
+        if rows and target is not None and self.cost_model.is_fitted:
+            work = StepWork(len(rows), sum(row.num_computed_tokens for row in rows), 0)
+            self.seconds_left = target - self.cost_model.predict_seconds(work)
+
+    def take_chunk(self, num_pending: int, num_computed: int, *, has_rivals: bool) -> int:
+        count = min(num_pending, self.num_left)
+        if has_rivals:
+            share = int(self.config.max_num_batched_tokens * self.config.max_prefill_share)
+            count = min(count, max(share, self.config.block_size))
+        if self.seconds_left is not None and count:
+            affordable = self.cost_model.max_chunk_tokens(self.seconds_left, num_computed_tokens=num_computed)
+            count = min(count, max(affordable, self.config.block_size if self.is_first_chunk else 0))
+            chunk = StepWork(count, 0, count * num_computed + count * count // 2)
+            nothing = StepWork(0, 0, 0)
+            self.seconds_left -= self.cost_model.predict_seconds(chunk) - self.cost_model.predict_seconds(nothing)
+        self.is_first_chunk &= not count
+        self.num_left -= count
+        return count
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the referee knows while a step is planned."""
 
     config: SchedulerConfig
-    held: set[int]
-    num_promised: int
-    num_active: int
+    budget: _Budget
+    rows: dict[int, Running]
+    num_holders: Counter[int]
+    # Handed out in this step: what was cached there is gone.
+    taken: set[int] = field(default_factory=set)
+    counts: dict[int, int] = field(default_factory=dict)
+    missing: dict[int, int] = field(default_factory=dict)
+    preempted: list[int] = field(default_factory=list)
+    decode_reads: int = 0
+    prefill_pairs: int = 0
 
     def blocks_for(self, num_tokens: int) -> int:
+        if self.config.layout is Layout.CONTIGUOUS:
+            num_tokens = self.config.max_model_len
         return -(-num_tokens // self.config.block_size)
 
     @property
     def num_available(self) -> int:
-        return self.config.num_blocks - len(self.held)
+        return self.config.num_blocks - len(self.num_holders)
 
-    def fits(self, view: WaitingView, hit: Sequence[int]) -> bool:
-        """Say whether a sequence may be admitted (rule 3)."""
-        needed = self.blocks_for(view.num_tokens) - len(hit)
-        available = self.num_available - len(set(hit) - self.held)
-        watermark = int(self.config.num_blocks * self.config.watermark_fraction) if self.num_active else 0
-        return needed + self.num_promised + watermark <= available
+    def lacks(self, row: Running, num_tokens: int) -> int:
+        return max(self.blocks_for(num_tokens) - len(row.block_ids), 0)
 
+    def plan(self, row: Running, count: int, missing: int) -> None:
+        self.counts[row.handle], self.missing[row.handle] = count, missing
+        if count == 1:
+            self.decode_reads += row.num_computed_tokens
+        else:
+            self.prefill_pairs += count * row.num_computed_tokens + count * count // 2
 
-def check_step(
-    output: SchedulerOutput,
-    *,
-    config: SchedulerConfig,
-    running: Mapping[int, RunningView],
-    preempted: Sequence[int],
-    admitted: Mapping[int, WaitingView],
-    waiting: Sequence[WaitingView],
-    cached_before: Cached,
-    cached_after: Cached,
-) -> None:
-    """Raise AssertionError when a step breaks a rule; ``waiting`` is who waits after it."""
-    counts = dict(zip(output.handles.tolist(), output.num_scheduled_tokens.tolist(), strict=True))
-    _check_form(output, config, counts, {**running, **admitted})
-    survivors = {handle: view for handle, view in running.items() if handle not in preempted}
-    assert {h: n for h, n in counts.items() if h not in admitted} == share_budget(
-        survivors, config.max_num_batched_tokens
-    )
-    if preempted:
-        _check_preemption(config, running, survivors, preempted)
-        assert not admitted, "a step that preempts admits nobody"
-        return
-    blocks_of = _new_blocks(output)
-    pool = _pool_after_running(config, survivors, counts, blocks_of)
-    budget = config.max_num_batched_tokens - sum(n for h, n in counts.items() if h not in admitted)
-    for new in output.new_sequences:
-        handle = output.handles[output.slots == new.slot].item()
-        view = admitted[handle]
-        assert pool.fits(view, new.block_ids), f"handle {handle} was admitted without room"
-        assert all(view.order < other.order for other in waiting), "somebody who stands behind was admitted"
-        _check_hit(view, new.block_ids, new.num_computed_tokens, config.block_size, cached_before, cached_after)
-        assert counts[handle] == min(view.num_tokens - new.num_computed_tokens, budget)
-        budget -= counts[handle]
-        blocks = {*new.block_ids, *blocks_of[handle]}
-        pool.held |= blocks
-        pool.num_promised += pool.blocks_for(view.num_tokens) - len(blocks)
-        pool.num_active += 1
-    if waiting and budget > 0 and pool.num_active < config.max_num_seqs:
-        first = min(waiting, key=lambda view: view.order)
-        hit = longest_prefix(first, cached_after, config.block_size)
-        assert not pool.fits(first, hit), "the first in line waits although it fits"
+    def hold(self, blocks: Iterable[int], *, is_new: bool) -> None:
+        for block in blocks:
+            if is_new:
+                assert block not in self.num_holders, f"block {block} is handed out twice"
+                self.taken.add(block)
+            self.num_holders[block] += 1
+
+    def preempt_one_of(self, candidates: Iterable[Running]) -> bool:
+        """Take the blocks of the right victim (rule 3); returns whether there was one."""
+        first = min(self.rows.values(), key=lambda row: row.order)
+        choices = [row for row in candidates if row is not first]
+        if not choices:
+            return False
+        victim = min(choices, key=lambda row: (row.priority, row.num_computed_tokens, -row.order[1]))
+        for block in victim.block_ids:
+            self.num_holders[block] -= 1
+            if not self.num_holders[block]:
+                del self.num_holders[block]
+        del self.rows[victim.handle]
+        self.preempted.append(victim.handle)
+        return True
 
 
-def _check_form(
-    output: SchedulerOutput,
-    config: SchedulerConfig,
-    counts: Mapping[int, int],
-    known: Mapping[int, RunningView | WaitingView],
-) -> None:
-    computed = {h: view.num_computed_tokens for h, view in known.items() if isinstance(view, RunningView)}
-    for new in output.new_sequences:
-        computed[output.handles[output.slots == new.slot].item()] = new.num_computed_tokens
-    assert output.num_tokens == sum(counts.values()) <= config.max_num_batched_tokens
-    assert len(output.slots) == len(set(output.slots.tolist())) == len(counts) <= config.max_num_seqs
-    assert all(0 <= slot < config.max_num_seqs for slot in output.slots.tolist())
-    assert min(counts.values()) >= 1
-    for handle, is_sampled in zip(output.handles.tolist(), output.is_sampled.tolist(), strict=True):
-        last = computed[handle] + counts[handle]
-        assert last <= known[handle].num_tokens, f"handle {handle} computes tokens that are not known"
-        assert is_sampled == (last == known[handle].num_tokens)
+class Referee:
+    """Knows the rules and what they need to know of the past; judges one step after the other."""
 
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.asleep: dict[int, Hashable] = {}
+        self.forecast = OutputForecast()
+        self.num_sleeps = 0
+        self._cost_model = StepCostModel()
+        self._worker_of: dict[PrefixHash, int] = {}
+        self._work_of: dict[int, list[PrefixHash]] = {}
+        # How much of its hash chain the engine knows of each: a choice that forks is not hashed beforehand.
+        self._num_hashed: dict[int, int] = {}
 
-def _check_preemption(
-    config: SchedulerConfig,
-    running: Mapping[int, RunningView],
-    survivors: Mapping[int, RunningView],
-    preempted: Sequence[int],
-) -> None:
-    assert survivors, "everybody was preempted"
-    victims = sorted(preempted, key=lambda handle: running[handle].order)
-    assert running[victims[0]].order > max(view.order for view in survivors.values()), "the last in line goes first"
-    spared = {**survivors, victims[0]: running[victims[0]]}
-    pool = _Pool(config, {block for view in spared.values() for block in view.block_ids}, 0, len(spared))
-    missing = 0
-    for handle, count in share_budget(spared, config.max_num_batched_tokens).items():
-        view = spared[handle]
-        missing += max(pool.blocks_for(view.num_computed_tokens + count) - len(view.block_ids), 0)
-    assert missing > pool.num_available, f"handle {victims[0]} was preempted without need"
+    # ---- what happens between steps ----
 
+    def note_arrival(self, life: Known) -> None:
+        if life.parent is not None:
+            self.asleep[life.handle] = ("prompt", life.parent)
 
-def _pool_after_running(
-    config: SchedulerConfig,
-    survivors: Mapping[int, RunningView],
-    counts: Mapping[int, int],
-    blocks_of: Mapping[int, list[int]],
-) -> _Pool:
-    pool = _Pool(config, set(), 0, len(survivors))
-    for handle, view in survivors.items():
-        blocks = [*view.block_ids, *blocks_of.get(handle, [])]
-        assert len(blocks) == max(
-            pool.blocks_for(view.num_computed_tokens + counts.get(handle, 0)), len(view.block_ids)
+    def note_answer(self, work: StepWork, step_seconds: float) -> None:
+        if self.config.target_itl_seconds is not None:
+            self._cost_model.note(work, step_seconds)
+
+    def note_first_token(self, handle: int) -> None:
+        self._wake(("prompt", handle))
+
+    def note_computed(self, life: Known, num_tokens: int) -> None:
+        """Note that a step was answered that left a sequence with so many computed tokens."""
+        num_full = num_tokens // self.config.block_size
+        self._num_hashed[life.handle] = max(self._num_hashed.get(life.handle, 0), num_full)
+        mine = self._work_of.get(life.handle)
+        if mine:
+            done = set(life.chain[:num_full])
+            self._drop(life.handle, [prefix_hash for prefix_hash in mine if prefix_hash in done])
+
+    def note_leaving(self, handle: int) -> None:
+        """Note that a sequence has no slot any more."""
+        self._drop(handle, self._work_of.get(handle, ()))
+
+    def note_end(self, handle: int) -> None:
+        self.note_leaving(handle)
+        self.asleep.pop(handle, None)
+        self._num_hashed.pop(handle, None)
+        self._wake(("prompt", handle))
+
+    # ---- a step ----
+
+    def check_step(
+        self,
+        output: SchedulerOutput | None,
+        *,
+        running: Sequence[Running],
+        waiting: Mapping[int, Known],
+        cached_before: Cached,
+        cached_after: Cached,
+    ) -> Facts:
+        """Raise AssertionError when a step is not as the rules say; ``waiting`` is who waits before it."""
+        config = self.config
+        step = _Step(
+            config,
+            _Budget(config, self._cost_model, config.max_num_batched_tokens),
+            {row.handle: row for row in running},
+            Counter(block for row in running for block in row.block_ids),
         )
-        pool.held |= set(blocks)
-        pool.num_promised += max(pool.blocks_for(view.num_tokens) - len(blocks), 0)
-    return pool
+        was_empty = not running
+        self._plan_running(step, has_line=any(handle not in self.asleep for handle in waiting))
+        for handle in step.preempted:
+            self.note_leaving(handle)
+        news = iter(output.new_sequences if output else ())
+        self._check_running(output, step)
+        admitted: list[int] = []
+        expected: list[int] = []
+        if not step.preempted:
+            line = dict(waiting)
+            while (choice := self._choose(step, line, cached_before, was_empty)) is not None:
+                new, handle = next(news, None), choice.life.handle
+                assert new is not None, f"handle {handle} is first in line and fits, but is not admitted"
+                assert output is not None
+                self._admit(step, choice, new, output)
+                del line[handle]
+                admitted.append(handle)
+                expected.append(choice.num_expected)
+        assert next(news, None) is None, "somebody was admitted who must wait"
+        assert cached_after == {h: b for h, b in cached_before.items() if b not in step.taken}
+        if output is None:
+            assert not step.counts, f"nothing is scheduled, but {sorted(step.counts)} could go on"
+        else:
+            self._check_form(output, step)
+        return Facts(tuple(step.preempted), tuple(admitted), tuple(expected))
+
+    def _plan_running(self, step: _Step, *, has_line: bool) -> None:
+        """Apply rules 1 to 3."""
+        while True:
+            rows = sorted(step.rows.values(), key=lambda row: row.order)
+            decodes = [row for row in rows if row.num_pending == 1][: step.budget.num_left]
+            lacking = [step.lacks(row, row.num_computed_tokens + 1) for row in decodes]
+            if sum(lacking) <= step.num_available:
+                break
+            assert step.preempt_one_of(rows), "a sequence alone lacks blocks"
+        step.budget.take_decodes(decodes)
+        num_promised = 0
+        for row, missing in zip(decodes, lacking, strict=True):
+            step.plan(row, 1, missing)
+            num_promised += missing
+        prompts = [row for row in rows if row.num_pending > 1]
+        for row in prompts:
+            if row.handle not in step.rows:
+                continue
+            has_rivals = len(prompts) > 1 or has_line or bool(step.preempted)
+            count = step.budget.take_chunk(row.num_pending, row.num_computed_tokens, has_rivals=has_rivals)
+            if not count:
+                continue
+            missing = step.lacks(row, row.num_computed_tokens + count)
+            while missing > step.num_available - num_promised:
+                unplanned = [r for r in step.rows.values() if r.handle not in step.counts and r is not row]
+                if not step.preempt_one_of(unplanned):
+                    break
+            else:
+                step.plan(row, count, missing)
+                num_promised += missing
+
+    def _check_running(self, output: SchedulerOutput | None, step: _Step) -> None:
+        if output is None:
+            return
+        num_old = len(output.slots) - len(output.new_sequences)
+        assert dict(
+            zip(output.handles[:num_old].tolist(), output.num_scheduled_tokens[:num_old].tolist(), strict=True)
+        ) == {**step.counts}
+        blocks_of = _new_blocks(output)
+        for handle in output.handles[:num_old].tolist():
+            assert len(blocks_of[handle]) == step.missing[handle], f"blocks of handle {handle}"
+            step.hold(blocks_of[handle], is_new=True)
+            step.rows[handle].block_ids = step.rows[handle].block_ids + blocks_of[handle]
+
+    def _choose(self, step: _Step, line: Mapping[int, Known], cached: Cached, was_empty: bool) -> _Choice | None:
+        """Return who is admitted next, and how (rules 4 to 6)."""
+        while step.budget.num_left > 0 and len(step.rows) < self.config.max_num_seqs:
+            awake = [life for handle, life in line.items() if handle not in self.asleep]
+            if not awake:
+                return None
+            life = min(awake, key=lambda other: other.order)
+            sibling, size = self._computed_sibling(step, life), self.config.block_size
+            source = None
+            if sibling is not None:
+                num_shared = (life.num_prompt_tokens - 1) // size
+                hit, num_hit_tokens = sibling.block_ids[:num_shared], life.num_prompt_tokens - 1
+                source = sibling.block_ids[num_shared]
+            else:
+                self._num_hashed[life.handle] = len(life.chain)
+                hit = self._longest_prefix(step, life, cached)
+                num_hit_tokens = len(hit) * size
+                if self._falls_asleep(life, len(hit)):
+                    continue
+            num_expected = self.forecast.expected_tokens(life.tenant_id, life.max_output_tokens)
+            if not self._is_let_in(step, life, hit, num_expected, was_empty):
+                return None
+            pending = len(life.token_ids) - num_hit_tokens
+            count = step.budget.take_chunk(pending, num_hit_tokens, has_rivals=len(awake) > 1)
+            return _Choice(life, count, num_expected, hit, num_hit_tokens, source) if count else None
+        return None
+
+    def _computed_sibling(self, step: _Step, life: Known) -> Running | None:
+        parent = step.rows.get(life.parent) if life.parent is not None else None
+        is_done = parent is not None and parent.num_computed_tokens >= parent.num_prompt_tokens
+        return parent if is_done else None
+
+    def _longest_prefix(self, step: _Step, life: Known, cached: Cached) -> list[int]:
+        blocks: list[int] = []
+        for prefix_hash in life.chain[: (len(life.token_ids) - 1) // self.config.block_size]:
+            block = cached.get(prefix_hash)
+            if block is None or block in step.taken:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _falls_asleep(self, life: Known, num_hit_blocks: int) -> bool:
+        last = None
+        for prefix_hash in life.chain[num_hit_blocks : (len(life.token_ids) - 1) // self.config.block_size]:
+            if prefix_hash not in self._worker_of:
+                break
+            last = prefix_hash
+        if last is None:
+            return False
+        self.asleep[life.handle] = last
+        self.num_sleeps += 1
+        return True
+
+    def _is_let_in(self, step: _Step, life: Known, hit: list[int], num_expected: int, was_empty: bool) -> bool:
+        config, rows = self.config, step.rows.values()
+        promised = sum(step.lacks(row, row.num_tokens) for row in rows)
+        watermark = int(config.num_blocks * config.watermark_fraction) if rows else 0
+        # The last token that may be sampled needs no place.
+        num_tokens = min(len(life.token_ids) + 1, life.num_prompt_tokens + life.max_output_tokens - 1)
+        needed = step.blocks_for(num_tokens) - len(hit)
+        num_revived = sum(1 for block in hit if block not in step.num_holders)
+        if needed + promised + watermark > step.num_available - num_revived:
+            return False
+        if config.admission is Admission.PREDICTED_PEAK and config.layout is Layout.PAGED and rows:
+            num_output = len(life.token_ids) - life.num_prompt_tokens
+            ends = [(row.num_remaining, row.num_tokens) for row in rows]
+            left = num_expected - num_output if num_expected > num_output else num_output
+            ends.append((min(left, life.max_output_tokens - num_output), len(life.token_ids)))
+            num_listed = sum(len(row.block_ids) for row in rows) + len(hit)
+            num_shared = num_listed - len(step.num_holders) - num_revived
+            if predicted_peak(ends, config.block_size) - max(0, num_shared) > config.num_blocks:
+                return False
+        return config.batching is not Batching.STATIC or was_empty
+
+    def _admit(self, step: _Step, choice: _Choice, new: NewSequence, output: SchedulerOutput) -> None:
+        life, hit = choice.life, choice.hit
+        index = output.slots.tolist().index(new.slot)
+        assert output.handles[index] == life.handle, f"handle {life.handle} is first in line and fits"
+        assert output.num_scheduled_tokens[index] == choice.count
+        assert new.num_computed_tokens == choice.num_hit_tokens
+        copies = [c.source_block_id for c in output.block_copies if c.target_block_id in new.block_ids[len(hit) :]]
+        assert list(new.block_ids[: len(hit)]) == hit
+        assert copies == ([] if choice.source is None else [choice.source])
+        assert len(new.block_ids) == len(hit) + len(copies)
+        row = Running(
+            handle=life.handle,
+            order=life.order,
+            priority=0,
+            num_prompt_tokens=life.num_prompt_tokens,
+            num_tokens=len(life.token_ids),
+            num_computed_tokens=new.num_computed_tokens,
+            max_num_tokens=life.num_prompt_tokens + life.max_output_tokens,
+            num_output_expected=choice.num_expected,
+            block_ids=list(new.block_ids),
+        )
+        step.hold(hit, is_new=False)
+        step.hold(new.block_ids[len(hit) :], is_new=True)
+        missing = step.lacks(row, row.num_computed_tokens + choice.count)
+        blocks = _new_blocks(output)[life.handle]
+        assert len(blocks) == missing
+        step.hold(blocks, is_new=True)
+        row.block_ids += blocks
+        step.rows[life.handle] = row
+        step.plan(row, choice.count, missing)
+        self._begin_work(life, len(hit))
+
+    def _begin_work(self, life: Known, num_hit_blocks: int) -> None:
+        if self.config.enable_prefix_caching:
+            hashes = life.chain[num_hit_blocks : self._num_hashed.get(life.handle, 0)]
+            mine = [prefix_hash for prefix_hash in hashes if prefix_hash not in self._worker_of]
+            self._worker_of.update(dict.fromkeys(mine, life.handle))
+            self._work_of[life.handle] = mine
+
+    def _check_form(self, output: SchedulerOutput, step: _Step) -> None:
+        """Check that arrays say the same as the plan."""
+        assert output.handles.tolist() == list(dict.fromkeys(output.handles.tolist())), "a handle comes twice"
+        assert output.num_tokens == sum(step.counts.values()) <= self.config.max_num_batched_tokens
+        assert len(set(output.slots.tolist())) == len(output.slots) <= self.config.max_num_seqs
+        assert all(0 <= slot < self.config.max_num_seqs for slot in output.slots.tolist())
+        assert output.work == StepWork(output.num_tokens, step.decode_reads, step.prefill_pairs)
+        assert len(output.block_copies) == sum(1 for new in output.new_sequences if _is_copied(new, output))
+        for handle, count, after, is_sampled in zip(
+            output.handles.tolist(),
+            output.num_scheduled_tokens.tolist(),
+            output.num_computed_tokens.tolist(),
+            output.is_sampled.tolist(),
+            strict=True,
+        ):
+            row = step.rows[handle]
+            assert count == step.counts[handle] >= 1
+            assert after == row.num_computed_tokens + count <= row.num_tokens
+            assert is_sampled == (after == row.num_tokens)
+
+    # ---- who works on what ----
+
+    def _drop(self, handle: int, hashes: Iterable[PrefixHash]) -> None:
+        dropped = set(hashes)
+        if not dropped:
+            return
+        self._work_of[handle] = [h for h in self._work_of[handle] if h not in dropped]
+        if not self._work_of[handle]:
+            del self._work_of[handle]
+        for prefix_hash in dropped:
+            del self._worker_of[prefix_hash]
+            self._wake(prefix_hash)
+
+    def _wake(self, key: Hashable) -> None:
+        if key in self.asleep.values():
+            self.asleep = {handle: other for handle, other in self.asleep.items() if other != key}
 
 
-def _check_hit(
-    view: WaitingView, hit: Sequence[int], num_tokens: int, block_size: int, before: Cached, after: Cached
-) -> None:
-    assert num_tokens == len(hit) * block_size < view.num_tokens
-    # Blocks are evicted while a step is planned, so the cache at the time of the look-up lies between the two.
-    at_most = longest_prefix(view, before, block_size)
-    at_least = longest_prefix(view, {h: b for h, b in before.items() if after.get(h) == b}, block_size)
-    assert list(hit) == at_most[: len(hit)]
-    assert len(at_least) <= len(hit), "the hit is shorter than the cached prefix"
+def predicted_peak(ends: Iterable[tuple[int, int]], block_size: int) -> int:
+    """Return the blocks at the worst moment, for sequences given by what remains and what is there.
+
+    Just before one of them ends, all that end later have grown by as much; the last block of each counts whole.
+    """
+    longest_first = sorted(ends, key=lambda end: -end[0])
+    peak = num_tokens = 0
+    for rank, (remaining, present) in enumerate(longest_first, start=1):
+        num_tokens += present
+        peak = max(peak, (num_tokens + rank * remaining) // block_size + rank)
+    return peak
+
+
+def _is_copied(new: NewSequence, output: SchedulerOutput) -> bool:
+    return any(copy.target_block_id in new.block_ids for copy in output.block_copies)
 
 
 def _new_blocks(output: SchedulerOutput) -> dict[int, list[int]]:
     blocks: dict[int, list[int]] = {}
-    position = 0
+    position, new_block_ids = 0, output.new_block_ids.tolist()
     for handle, count in zip(output.handles.tolist(), output.num_new_blocks.tolist(), strict=True):
-        blocks[handle] = output.new_block_ids[position : position + count].tolist()
+        blocks[handle] = new_block_ids[position : position + count]
         position += count
     return blocks

@@ -2,11 +2,12 @@
 
 The observer sees what a worker and a gateway would see, never the scheduler's own state. It holds each step
 against a plain reading of the rules (``tests/fakes/scheduling_rules.py``) and each token against what the model
-would say after the tokens before it.
+would say after the tokens before it. The worker computes a step as soon as it is sent; its answer is applied later.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -16,9 +17,9 @@ from libs.errors import DeadlineExceeded, InvalidLogits, OctavoError
 from libs.kv import PrefixHash, PrefixHasher
 from services.engine.core.request import FinishReason, Request, SequenceEnd
 from services.engine.core.scheduler import Scheduler, SchedulerConfig
-from services.engine.core.scheduler_output import SchedulerOutput, StepEvents
-from tests.fakes.kv_worker import FakeKVWorker, Row, Sampler, digests_of, extend_digest
-from tests.fakes.scheduling_rules import RunningView, WaitingView, check_step
+from services.engine.core.scheduler_output import SchedulerOutput, StepEvents, StepResult
+from tests.fakes.kv_worker import Clock, FakeKVWorker, Row, Sampler, digests_of, extend_digest, with_failures
+from tests.fakes.scheduling_rules import Referee, Running
 
 
 @dataclass(slots=True)
@@ -28,7 +29,8 @@ class Life:
     handle: int
     request: Request
     choice_index: int
-    arrival_number: int
+    order: tuple[float, int]
+    parent: int | None
     arrival_time: float
     token_ids: list[int]
     num_prior_output_tokens: int
@@ -37,16 +39,25 @@ class Life:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    num_output_expected: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
 
     @property
-    def order(self) -> tuple[int, int]:
-        return (-self.request.priority, self.arrival_number)
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def max_output_tokens(self) -> int:
+        return self.request.stop_criteria.max_output_tokens
+
+    @property
+    def tenant_id(self) -> str:
+        return self.request.tenant_id
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     def ends_with(self, token_id: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Say what the end should be once ``token_id`` is the last token."""
@@ -66,23 +77,53 @@ class Step:
     admitted: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was sent and computed; ``terms`` says which of a sequence's stays in a slot it was sent for."""
+
+    step: Step
+    result: StepResult
+    handle_of: dict[int, int]
+    terms: dict[int, int]
+
+
 class WatchedScheduler:
     """Calls go through to the scheduler; every answer is checked; time moves only in ``apply`` and ``wait``."""
 
-    def __init__(self, config: SchedulerConfig, sample: Sampler, *, handles: Iterable[int] | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        sample: Sampler,
+        *,
+        handles: Iterable[int] | None = None,
+        seconds_of: Clock | None = None,
+    ) -> None:
         self.config = config
         self.scheduler = Scheduler(config, iter(handles) if handles is not None else None)
-        self.worker = FakeKVWorker(config.num_blocks, config.block_size, sample)
+        self.worker = FakeKVWorker(config.num_blocks, config.block_size, sample, seconds_of)
+        self.referee = Referee(config)
         self.now = 0.0
         self.lives: dict[int, Life] = {}
         self.ends: dict[int, SequenceEnd] = {}
         self.num_preemptions = 0
-        self.in_flight: Step | None = None
+        self.num_discarded_tokens = 0
+        self._flights: deque[_Flight] = deque()
+        # Preempted in a pass that sent no step: the worker has not heard of it.
+        self._silently_preempted: set[int] = set()
         self._sample = sample
         self._num_arrivals = 0
         self._salts: dict[int, bytes] = {}
         # What a block with this hash must contain, for all prefixes that ever were.
         self._contents_of: dict[PrefixHash, list[int]] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent and not applied."""
+        return len(self._flights)
+
+    @property
+    def can_schedule(self) -> bool:
+        return len(self._flights) < self.config.max_steps_in_flight
 
     # ---- what a caller does ----
 
@@ -93,67 +134,78 @@ class WatchedScheduler:
             assert handle not in self.lives, f"handle {handle} is given out twice"
             assert handle not in self.ends, f"handle {handle} is given out again"
             token_ids = [*request.prompt_token_ids.tolist(), *prior.tolist()]
-            self.lives[handle] = Life(
+            is_sibling = choice_index > 0 and not len(prior) and not len(request.choices[0])
+            life = Life(
                 handle=handle,
                 request=request,
                 choice_index=choice_index,
-                arrival_number=self._num_arrivals,
+                order=(self.now - request.priority * self.config.aging_seconds, self._num_arrivals),
+                parent=handles[0] if is_sibling else None,
                 arrival_time=self.now,
                 token_ids=token_ids,
                 num_prior_output_tokens=len(prior),
                 digests=digests_of(token_ids),
             )
+            self.lives[handle] = life
+            self._learn_contents(life)
+            self.referee.note_arrival(life)
             self._salts[handle] = request.cache_salt
             self._num_arrivals += 1
         return handles
 
     def schedule(self) -> Step | None:
-        running = {row.handle: self._running_view(row) for row in self._open_rows()}
+        assert self.scheduler.can_schedule == self.can_schedule
+        assert self.scheduler.num_steps_in_flight == len(self._flights)
+        rows = self._open_rows()
+        running = [self._view(row) for row in rows]
+        waiting = self.waiting()
         cached_before = dict(self.scheduler.kv_cache.cached_hashes())
         output = self.scheduler.schedule(self.now)
-        if output is None:
-            assert not self.lives, f"nothing is scheduled, but {len(self.lives)} sequences are open"
-            return None
-        ended = self.worker.take(output)
-        assert {row.handle for row in self.worker.rows.values()} <= self.lives.keys(), "the worker keeps a dead row"
-        preempted = tuple(row.handle for row in ended.values() if row.handle in self.lives)
-        handle_of = dict(zip(output.slots.tolist(), output.handles.tolist(), strict=True))
-        step = Step(output, preempted, tuple(handle_of[new.slot] for new in output.new_sequences))
-        self._note(step)
-        check_step(
-            step.output,
-            config=self.config,
+        facts = self.referee.check_step(
+            output,
             running=running,
-            preempted=preempted,
-            admitted={handle: self._waiting_view(self.lives[handle]) for handle in step.admitted},
-            waiting=[self._waiting_view(life) for life in self.waiting()],
+            waiting=waiting,
             cached_before=cached_before,
             cached_after=dict(self.scheduler.kv_cache.cached_hashes()),
         )
-        self.in_flight = step
+        for handle, num_expected in zip(facts.admitted, facts.expected_outputs, strict=True):
+            self.lives[handle].num_output_expected = num_expected
+        self._note_preemptions(facts.preempted)
+        if output is None:
+            assert self._flights or not self.lives, f"nothing is scheduled, but {len(self.lives)} are open"
+            self._silently_preempted.update(facts.preempted)
+            return None
+        step = Step(output, facts.preempted, facts.admitted)
+        self._send(step)
         return step
 
     def apply(self, is_failing: Callable[[int], bool] = lambda handle: False, seconds: float = 1.0) -> StepEvents:
-        assert self.in_flight is not None
-        output, self.in_flight = self.in_flight.output, None
-        handle_of = dict(zip(output.slots.tolist(), output.handles.tolist(), strict=True))
-        failed_slots = tuple(s for s in output.slots[output.is_sampled].tolist() if is_failing(handle_of[s]))
-        result = self.worker.execute(output, failed_slots)
+        """Take the answer to the oldest step in flight; those that fail need not have been sampled."""
+        flight = self._flights.popleft()
+        output, handle_of = flight.step.output, flight.handle_of
+        failed_slots = {slot for slot, handle in handle_of.items() if is_failing(handle)}
+        result = with_failures(output, flight.result, failed_slots)
         self.now += seconds
         events = self.scheduler.apply(result, self.now)
         assert events.step_id == output.step_id
+        self.referee.note_answer(output.work, result.step_seconds)
+        alive = {slot: handle for slot, handle in handle_of.items() if self._is_current(flight, handle)}
         expected_tokens = {
-            handle_of[slot]: token_id
+            alive[slot]: token_id
             for slot, token_id in zip(result.slots.tolist(), result.token_ids.tolist(), strict=True)
-            if handle_of[slot] in self.lives
+            if slot in alive
         }
         assert len(events.handles) == len(events.token_ids) == len(events.owners)
         assert dict(zip(events.handles.tolist(), events.token_ids.tolist(), strict=True)) == expected_tokens
         assert events.owners.tolist() == [self.lives[h].request.owner for h in events.handles.tolist()]
-        failed = {handle_of[slot] for slot in failed_slots} & self.lives.keys()
-        untrusted = {b for row in self.worker.rows.values() if row.handle in failed for b in row.block_ids}
-        cached = dict(self.scheduler.kv_cache.cached_hashes())
-        assert not untrusted.intersection(cached.values()), "blocks of a failed sequence can be found"
+        failed = {handle for slot, handle in alive.items() if slot in failed_slots}
+        if failed:
+            untrusted = {b for row in self.worker.rows.values() if row.handle in failed for b in row.block_ids}
+            cached = dict(self.scheduler.kv_cache.cached_hashes())
+            assert not untrusted.intersection(cached.values()), "blocks of a failed sequence can be found"
+        for slot, after in zip(output.slots.tolist(), output.num_computed_tokens.tolist(), strict=True):
+            if slot in alive and slot not in failed_slots:
+                self.referee.note_computed(self.lives[alive[slot]], after)
         self._check_ends(events, expected_tokens, failed)
         return events
 
@@ -191,16 +243,27 @@ class WatchedScheduler:
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    def run_until_idle(self, max_steps: int = 100_000) -> None:
+    def fill_pipeline(self) -> list[Step]:
+        """Send as many steps as may be in flight, as the engine's loop does."""
+        sent: list[Step] = []
+        while self.can_schedule and (step := self.schedule()) is not None:
+            sent.append(step)
+        return sent
+
+    @property
+    def max_steps_left(self) -> int:
+        """Steps that suffice when nobody comes: each computes something, and the first in line never goes back."""
+        return 20 + 2 * sum(life.num_prompt_tokens + life.max_output_tokens for life in self.lives.values())
+
+    def run_until_idle(self, max_steps: int | None = None) -> None:
         """Step until nothing is open; a scheduler that makes no progress is caught by the bound."""
-        if self.in_flight is not None:
-            self.apply()
-        for _ in range(max_steps):
-            if self.schedule() is None:
+        for _ in range(max_steps or self.max_steps_left):
+            self.fill_pipeline()
+            if not self._flights:
                 self.check_idle()
                 return
             self.apply()
-        raise AssertionError(f"{len(self.lives)} sequences are open after {max_steps} steps")
+        raise AssertionError(f"{len(self.lives)} sequences are open after as many steps as there are tokens")
 
     # ---- what must hold ----
 
@@ -210,59 +273,111 @@ class WatchedScheduler:
         counts = self.scheduler.kv_cache.block_counts
         assert min(counts.num_free, counts.num_evictable, counts.num_held) >= 0
         assert counts.num_free + counts.num_evictable + counts.num_held == self.config.num_blocks
-        # While a step is in flight its rows are what the scheduler holds; ended rows are given back at once.
-        held = {block for row in self._open_rows() for block in row.block_ids}
+        # Rows as sent are what the scheduler holds; ended rows are given back at once.
+        rows = self._open_rows()
+        held = {block for row in rows for block in row.block_ids}
         assert counts.num_held == len(held), f"{counts.num_held} blocks are held, {len(held)} are in block tables"
         cached = dict(self.scheduler.kv_cache.cached_hashes())
         assert counts.num_evictable == len(set(cached.values()) - held)
         assert self.scheduler.kv_cache.num_available_blocks == self.config.num_blocks - len(held)
-        load = self.scheduler.load
-        assert load.num_running == len(self._open_rows()) <= self.config.max_num_seqs
-        assert load.num_running + load.num_waiting == len(self.lives)
-        assert self.scheduler.has_work == bool(self.lives)
-        assert self.scheduler.num_requests == len({life.request.request_id for life in self.lives.values()})
+        self._check_load(rows)
+        self._check_page_tables(rows)
         assert self.worker.wrong_contents() == []
         for prefix_hash, block in cached.items():
             assert self.worker.block_contents(block) == self._contents_of[prefix_hash], (
                 f"block {block} is not its hash"
             )
-        for row in self._open_rows():
+        for row in rows:
             salts = {self._salts[writer] for writer in self.worker.writers(row)}
             assert salts <= {self._salts[row.handle]}, f"handle {row.handle} reads blocks of another salt"
 
     def check_idle(self) -> None:
         """Check that nothing is left over once everything has ended."""
         assert not self.lives
+        assert not self._flights
         assert self.scheduler.schedule(self.now) is None
         assert self.scheduler.kv_cache.block_counts.num_held == 0
         assert self.scheduler.load.num_pending_prefill_tokens == 0
+        assert self.referee.asleep == {}
         self.check()
+
+    def waiting(self) -> dict[int, Life]:
+        running = {row.handle for row in self._open_rows()}
+        return {handle: life for handle, life in self.lives.items() if handle not in running}
 
     # ---- parts ----
 
-    def _note(self, step: Step) -> None:
-        for handle in step.preempted:
+    def _check_load(self, rows: list[Row]) -> None:
+        load, usage = self.scheduler.load, self.scheduler.kv_usage
+        assert load.num_running == len(rows) <= self.config.max_num_seqs
+        assert load.num_running + load.num_waiting == len(self.lives)
+        pending = [view.num_pending for view in map(self._view, rows) if view.num_pending > 1]
+        assert load.num_pending_prefill_tokens == sum(pending) + sum(
+            len(life.token_ids) for life in self.waiting().values()
+        )
+        assert usage.num_allocated_tokens == sum(len(row.block_ids) for row in rows) * self.config.block_size
+        assert usage.num_computed_tokens == sum(row.num_computed_tokens for row in rows)
+        assert self.scheduler.has_work == bool(self.lives)
+        assert self.scheduler.num_requests == len({life.request.request_id for life in self.lives.values()})
+
+    def _check_page_tables(self, rows: list[Row]) -> None:
+        num_lists: dict[int, int] = {}
+        for row in rows:
+            for block in row.block_ids:
+                num_lists[block] = num_lists.get(block, 0) + 1
+        row_of, size = {row.handle: row for row in rows}, self.config.block_size
+        for request_id in {life.request.request_id for life in self.lives.values()}:
+            expected = [
+                (handle, position, held.block_ids[position // size], num_lists[held.block_ids[position // size]])
+                for handle, life in self.lives.items()
+                if life.request.request_id == request_id and (held := row_of.get(handle)) is not None
+                for position in range(held.num_computed_tokens)
+            ]
+            assert [
+                (entry.handle, entry.logical_token_index, entry.physical_block_id, entry.reference_count)
+                for entry in self.scheduler.page_table(request_id)
+            ] == expected
+
+    def _note_preemptions(self, preempted: tuple[int, ...]) -> None:
+        for handle in preempted:
             self.lives[handle].num_preemptions += 1
-        self.num_preemptions += len(step.preempted)
-        assert self.scheduler.take_num_preemptions() == len(step.preempted)
-        for handle, new in zip(step.admitted, step.output.new_sequences, strict=True):
+        self.num_preemptions += len(preempted)
+        assert self.scheduler.take_num_preemptions() == len(preempted)
+
+    def _send(self, step: Step) -> None:
+        output = step.output
+        for handle, new in zip(step.admitted, output.new_sequences, strict=True):
             life = self.lives[handle]
             assert new.token_ids.tolist() == life.token_ids
-            assert new.num_prompt_tokens == len(life.request.prompt_token_ids)
+            assert new.num_prompt_tokens == life.num_prompt_tokens
             assert (new.choice_index, new.sampling_params) == (life.choice_index, life.request.sampling_params)
+            assert new.is_resumed == (life.num_preemptions > 0)
             if life.first_scheduled_time is None:
                 life.first_scheduled_time = self.now
                 life.num_cached_tokens = min(new.num_computed_tokens, new.num_prompt_tokens)
-        scheduled = zip(step.output.handles.tolist(), step.output.num_scheduled_tokens.tolist(), strict=True)
-        for handle, count in scheduled:
-            life = self.lives[handle]
-            life.num_computed_tokens += count
-            self._learn_contents(life)
+        ended = {row.handle for row in self.worker.take(output).values()}
+        assert ended & self.lives.keys() == {*step.preempted, *self._silently_preempted} & self.lives.keys()
+        self._silently_preempted.clear()
+        assert {row.handle for row in self.worker.rows.values()} <= self.lives.keys(), "the worker keeps a dead row"
+        result = self.worker.execute(output)
+        handle_of = dict(zip(output.slots.tolist(), output.handles.tolist(), strict=True))
+        terms = {handle: self.lives[handle].num_preemptions for handle in handle_of.values()}
+        for handle, count in zip(output.handles.tolist(), output.num_scheduled_tokens.tolist(), strict=True):
+            self.lives[handle].num_computed_tokens += count
+        self._flights.append(_Flight(step, result, handle_of, terms))
+
+    def _is_current(self, flight: _Flight, handle: int) -> bool:
+        """Say whether a sequence is still in the slot for which a step was sent."""
+        life = self.lives.get(handle)
+        return life is not None and life.num_preemptions == flight.terms.get(handle)
 
     def _learn_contents(self, life: Life) -> None:
         size, first = self.config.block_size, len(life.chain)
+        num_tokens = len(life.token_ids)
+        if num_tokens // size == first:
+            return
         hasher = PrefixHasher(size, life.request.cache_salt)
-        hasher.extend(life.chain, np.array(life.token_ids, np.uint32), len(life.token_ids))
+        hasher.extend(life.chain, np.array(life.token_ids, np.uint32), num_tokens)
         for index in range(first, len(life.chain)):
             self._contents_of[life.chain[index]] = life.digests[index * size : (index + 1) * size]
 
@@ -274,8 +389,10 @@ class WatchedScheduler:
             assert token_id == next_token_id, f"handle {handle} got {token_id}, the model says {next_token_id}"
             life.token_ids.append(token_id)
             life.digests.append(extend_digest(life.digests[-1], token_id))
+            self._learn_contents(life)
             if life.first_token_time is None:
                 life.first_token_time = self.now
+                self.referee.note_first_token(handle)
             reason = life.ends_with(token_id, self.config.eos_token_ids)
             if reason is not None:
                 expected[handle] = reason
@@ -300,14 +417,21 @@ class WatchedScheduler:
 
     def _close(self, end: SequenceEnd, *, reason: FinishReason | None, error: type[OctavoError] | None) -> None:
         assert end.handle not in self.ends, f"handle {end.handle} ends twice"
+        num_discarded = self._num_discarded(end.handle)
         life, usage = self.lives.pop(end.handle), end.usage
         self.ends[end.handle] = end
+        self.referee.note_end(end.handle)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.referee.forecast.note(life.tenant_id, life.num_output_tokens)
         assert (end.owner, end.request_id) == (life.request.owner, life.request.request_id)
         assert end.reason == reason
         assert (end.error is None) if error is None else isinstance(end.error, error)
         assert usage.num_output_tokens == life.num_output_tokens - life.num_prior_output_tokens
         assert usage.num_preemptions == life.num_preemptions
-        assert usage.num_discarded_tokens == self._num_discarded(end.handle)
+        assert usage.num_discarded_tokens == num_discarded
+        self.num_discarded_tokens += num_discarded
+        # A limit in tokens is known beforehand: nothing is sampled past it.
+        assert reason is not FinishReason.LENGTH or not num_discarded
         # Recomputing after a preemption adds to what was computed, never to what was cached.
         assert usage.num_cached_tokens == life.num_cached_tokens
         assert usage.num_computed_tokens == life.num_computed_tokens
@@ -317,30 +441,37 @@ class WatchedScheduler:
         assert usage.prefill_seconds == first_token - scheduled
         assert usage.decode_seconds == self.now - first_token
         if not life.num_preemptions and not life.num_prior_output_tokens and life.first_token_time is not None:
-            # The last token is never computed.
+            # The last token is never computed, but for those that were sampled in vain or failed.
             total = usage.num_cached_tokens + usage.num_computed_tokens
-            is_cut_short = reason is not FinishReason.STOP and reason is not FinishReason.LENGTH
-            assert total - len(life.token_ids) in ((-1, 0) if is_cut_short else (-1,))
+            is_failed = error is InvalidLogits
+            assert total - len(life.token_ids) == num_discarded - 1 + is_failed
 
     def _num_discarded(self, handle: int) -> int:
-        """Return 1 when a step in flight samples a token for a handle that has ended."""
-        if self.in_flight is None:
-            return 0
-        output = self.in_flight.output
-        return int(handle in output.handles[output.is_sampled])
+        """Count the steps in flight that sample a token for a sequence that ends now."""
+        return sum(
+            1
+            for flight in self._flights
+            if self._is_current(flight, handle)
+            and handle in flight.step.output.handles[flight.step.output.is_sampled]
+        )
 
     def _open_rows(self) -> list[Row]:
-        return [row for row in self.worker.rows.values() if row.handle in self.lives]
+        return [
+            row
+            for row in self.worker.rows.values()
+            if row.handle in self.lives and row.handle not in self._silently_preempted
+        ]
 
-    def waiting(self) -> list[Life]:
-        running = {row.handle for row in self.worker.rows.values()}
-        return [life for life in self.lives.values() if life.handle not in running]
-
-    def _running_view(self, row: Row) -> RunningView:
+    def _view(self, row: Row) -> Running:
         life = self.lives[row.handle]
-        assert row.token_ids == life.token_ids
-        return RunningView(life.order, len(row.token_ids), row.num_computed_tokens, tuple(row.block_ids))
-
-    def _waiting_view(self, life: Life) -> WaitingView:
-        self._learn_contents(life)
-        return WaitingView(life.order, len(life.token_ids), tuple(life.chain))
+        return Running(
+            handle=row.handle,
+            order=life.order,
+            priority=life.request.priority,
+            num_prompt_tokens=row.num_prompt_tokens,
+            num_tokens=len(row.token_ids),
+            num_computed_tokens=row.num_computed_tokens,
+            max_num_tokens=row.num_prompt_tokens + life.max_output_tokens,
+            num_output_expected=life.num_output_expected,
+            block_ids=list(row.block_ids),
+        )

@@ -18,7 +18,11 @@ StartOctavo = Callable[..., AbstractContextManager[RunningOctavo]]
 MODEL = "smollm2-135m-instruct"
 FP32 = ("--set", "worker.dtype=float32")
 # The longest conversation needs 105 blocks of 16 tokens, so that few others fit beside it.
-FEW_BLOCKS = ("--set", "engine.num_blocks=112", "--set", "engine.watermark_fraction=0")
+FEW_BLOCKS = (
+    *("--set", "engine.num_blocks=112"),
+    *("--set", "engine.watermark_fraction=0"),
+    *("--set", "engine.admission=watermark"),
+)
 SMALL_BUDGET = ("--set", "engine.max_num_batched_tokens=64")
 NO_PREFIX_CACHE = ("--set", "engine.enable_prefix_caching=false")
 
@@ -166,3 +170,33 @@ async def test_bf16_differs_from_fp32_only_at_near_ties(running_octavo: StartOct
             )
             assert shared < len(ids), "the answer goes on where the reference ends"
             assert min(reference.gaps[max(0, shared - 1) : shared + 1]) < near_tie
+
+
+@pytest.mark.slow
+async def test_all_features_change_no_text_of_fifty_prompts(running_octavo: StartOctavo) -> None:
+    all_off = (
+        *NO_PREFIX_CACHE,
+        *("--set", "engine.max_steps_in_flight=1"),
+        *("--set", "engine.admission=watermark"),
+        *("--set", "engine.max_prefill_share=1"),
+    )
+    few_blocks = ("--set", "engine.num_blocks=160", "--set", "engine.target_itl=0.2")
+    answers = []
+
+    for flags in (all_off, few_blocks):
+        with running_octavo(*FP32, *flags) as octavo:
+            async with client_of(octavo) as client:
+                answers.append(await asyncio.gather(*(short_answer(client, number) for number in range(50))))
+
+    assert answers[0] == answers[1]
+
+
+async def short_answer(client: AsyncOpenAI, number: int) -> str:
+    passages = references()[10 + number % 6].messages[0]["content"]
+    completion = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": f"{passages}\n\nTell me more about point {number}."}],
+        max_tokens=32,
+        temperature=0,
+    )
+    return completion.choices[0].message.content or ""

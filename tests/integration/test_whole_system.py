@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -183,6 +185,41 @@ async def test_a_second_request_with_the_same_prefix_says_how_much_was_cached(ru
     assert sorted(row["cached_tokens"] for row in rows) == cached
 
 
+async def test_tenants_share_a_declared_system_prompt_and_nothing_else(
+    running_octavo: StartOctavo, tmp_path: Path
+) -> None:
+    system_prompt = "You are a careful assistant of a library in a small town. " * 10
+    (tmp_path / "system.txt").write_text(system_prompt)
+    (tmp_path / "keys").write_text("key-of-one:one\nkey-of-other:other\n")
+    flags = (
+        *("--set", f"gateway.shared_prompt_files={tmp_path / 'system.txt'}"),
+        *("--set", f"gateway.api_keys_file={tmp_path / 'keys'}"),
+    )
+    question = "Which books about the sea do you have? " * 10
+
+    async def cached_tokens(session: aiohttp.ClientSession, key: str, system: str) -> int:
+        body = chat(question, max_tokens=2)
+        body["messages"].insert(0, {"role": "system", "content": system})
+        headers = {"authorization": f"Bearer {key}"}
+        async with session.post("/v1/chat/completions", json=body, headers=headers) as response:
+            usage = (await response.json())["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    with running_octavo(*STUB, *flags) as octavo:
+        async with session_of(octavo) as session:
+            first = await cached_tokens(session, "key-of-one", system_prompt)
+            shared = await cached_tokens(session, "key-of-other", system_prompt)
+            own = await cached_tokens(session, "key-of-other", system_prompt)
+            await cached_tokens(session, "key-of-one", "Another prompt, that nobody has declared. " * 10)
+            undeclared = await cached_tokens(
+                session, "key-of-other", "Another prompt, that nobody has declared. " * 10
+            )
+
+    assert first == 0
+    assert 0 < shared < own
+    assert undeclared == 0
+
+
 async def test_the_registries_name_the_node_and_the_prefixes_it_holds(running_octavo: StartOctavo) -> None:
     with running_octavo(*STUB) as octavo:
         redis = Redis.from_url(octavo.state()["redis_url"], decode_responses=True)
@@ -249,3 +286,47 @@ async def test_the_openai_client_lists_completes_and_streams(running_octavo: Sta
     assert chunks[-1].usage is not None
     assert completion.usage is not None
     assert chunks[-1].usage.completion_tokens == completion.usage.completion_tokens == 8
+
+
+async def test_a_frozen_worker_turns_readiness_off_and_heals(running_octavo: StartOctavo) -> None:
+    # A frozen worker is connected all the time: only a step that is not answered shows it.
+    limits = ("--set", "engine.stall_seconds=1", "--set", "engine.step_timeout_seconds=4")
+    with running_octavo(*STUB, *limits) as octavo:
+        async with session_of(octavo) as session:
+            events = [asyncio.Event() for _ in range(3)]
+            streams = [
+                asyncio.create_task(stream_to_its_end(session, event, content=f"stream {index}", max_tokens=2000))
+                for index, event in enumerate(events)
+            ]
+            for event in events:
+                await event.wait()
+
+            octavo.kill("worker-0", signal.SIGSTOP)
+            await until_readiness_is(session, 503)
+            async with asyncio.timeout(20):
+                ends = await asyncio.gather(*streams)
+            octavo.kill("worker-0", signal.SIGCONT)
+            await until_readiness_is(session, 200)
+            status, _ = await complete(session, max_tokens=3)
+
+    assert ends == ["error event"] * 3
+    assert status == 200
+
+
+async def test_an_idle_frozen_worker_turns_readiness_off(running_octavo: StartOctavo) -> None:
+    limits = ("--set", "engine.stall_seconds=1", "--set", "engine.heartbeat_seconds=0.5")
+    with running_octavo(*STUB, *limits) as octavo:
+        async with session_of(octavo) as session:
+            octavo.kill("worker-0", signal.SIGSTOP)
+            await until_readiness_is(session, 503)
+            octavo.kill("worker-0", signal.SIGCONT)
+            await until_readiness_is(session, 200)
+
+
+async def until_readiness_is(session: aiohttp.ClientSession, expected: int) -> None:
+    async with asyncio.timeout(15):
+        while True:
+            async with session.get("/readyz") as response:
+                if response.status == expected:
+                    return
+            await asyncio.sleep(0.1)

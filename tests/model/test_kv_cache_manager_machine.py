@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from libs.kv import prefix_hashes
-from services.engine.core.kv_cache_manager import KVCacheManager
+from services.engine.core.block_layout import BlockLayout, ContiguousLayout, PagedLayout
+from services.engine.core.kv_cache_manager import KVCacheManager, PrefixHit
 from services.engine.core.request import Sequence
 from services.engine.core.sequence_table import SequenceTable
 from tests.fakes.requests import make_sequence
@@ -18,6 +19,8 @@ from tests.model.budgets import machine_settings
 _BLOCK_SIZE = 4
 _MAX_MODEL_LEN = 40
 _MAX_NUM_SEQS = 5
+# So that a few fit into the small pools.
+_CONTIGUOUS_LEN = 12
 
 _salts = st.sampled_from((b"", b"", b"tenant", b"other"))
 # Two token ids only, so that prefixes meet often.
@@ -33,17 +36,21 @@ def _contents(salt: bytes, token_ids: list[int]) -> list[int]:
 
 class KVCacheManagerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.sampled_from((20, 12, 8)), enable_prefix_caching=st.sampled_from((True, True, True, False))
+        num_blocks=st.sampled_from((20, 12, 8)),
+        enable_prefix_caching=st.sampled_from((True, True, True, False)),
+        layout=st.sampled_from((*[PagedLayout(_BLOCK_SIZE)] * 3, ContiguousLayout(_BLOCK_SIZE, _CONTIGUOUS_LEN))),
     )
-    def begin(self, num_blocks: int, enable_prefix_caching: bool) -> None:
+    def begin(self, num_blocks: int, enable_prefix_caching: bool, layout: BlockLayout) -> None:
         self.table = SequenceTable(max_num_seqs=_MAX_NUM_SEQS, max_model_len=_MAX_MODEL_LEN, block_size=_BLOCK_SIZE)
         self.manager = KVCacheManager(
             self.table,
+            layout,
             num_blocks=num_blocks,
             block_size=_BLOCK_SIZE,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.enable_prefix_caching = enable_prefix_caching
+        self.max_num_tokens = _CONTIGUOUS_LEN if isinstance(layout, ContiguousLayout) else _MAX_MODEL_LEN
         self.memory = np.zeros(num_blocks * _BLOCK_SIZE, np.int64)
         self.num_sequences = 0
         # Sequences that have been here, to come again.
@@ -51,19 +58,53 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
 
     @rule(salt=_salts, token_ids=_tokens)
     def start(self, salt: bytes, token_ids: list[int]) -> None:
-        if not self.table.has_free_slot:
-            return
-        sequence = self._sequence(salt, token_ids)
-        hit = self.manager.find_longest_prefix(sequence)
-        needed = self.manager.num_blocks_for(len(token_ids)) - len(hit.block_ids)
-        if needed > self.manager.num_available_blocks - hit.num_evictable_blocks:
-            return
-        slot = self.table.take(sequence)
+        sequence = self._sequence(salt, token_ids[: self.max_num_tokens])
+        self._start(sequence, self.manager.find_longest_prefix(sequence))
 
-        self.manager.start(slot, hit)
+    @precondition(lambda self: self._forkable())
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        """Start a sequence with the prompt of another: whole blocks are shared, the last one is copied."""
+        parent = data.draw(st.sampled_from(self._forkable()))
+        num_prompt = self.table.sequence_at(parent).num_prompt_tokens
+        prompt = self.table.known_token_ids(parent)[:num_prompt].tolist()
+        sequence = self._sequence(self.table.sequence_at(parent).request.cache_salt, prompt)
+        hit = self.manager.fork_of(parent, num_prompt)
 
-        assert self.table.blocks(slot) == list(hit.block_ids)
+        assert hit.num_tokens == num_prompt - 1
+        assert len(hit.block_ids) == (num_prompt - 1) // _BLOCK_SIZE
+        self._start(sequence, hit)
+
+    def _forkable(self) -> list[int]:
+        table = self.table
+        return [
+            slot
+            for slot in table.active_slots.tolist()
+            if table.num_computed_tokens[slot] >= table.sequence_at(slot).num_prompt_tokens
+        ]
+
+    def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
+        needed = self.manager.num_blocks_for(len(sequence.token_ids)) - len(hit.block_ids)
+        is_full = needed > self.manager.num_available_blocks - hit.num_evictable_blocks
+        if not self.table.has_free_slot or is_full:
+            return
+        slot = self.table.take(sequence, expected_output_tokens=1)
+
+        copy = self.manager.start(slot, hit)
+
+        blocks = list(hit.block_ids)
+        assert (copy is None) == (hit.copied_block_id is None)
+        if copy is not None:
+            assert copy.source_block_id == hit.copied_block_id
+            blocks.append(copy.target_block_id)
+            source, target = (self._places([block], 0, _BLOCK_SIZE) for block in (copy.source_block_id, blocks[-1]))
+            self.memory[target] = self.memory[source]
+        assert self.table.blocks(slot) == blocks
         assert self.table.num_computed_tokens[slot] == hit.num_tokens
+        assert self.manager.reference_counts(slot) == [self._num_holders(block) for block in blocks]
+
+    def _num_holders(self, block: int) -> int:
+        return sum(block in self.table.blocks(slot) for slot in self.table.active_slots.tolist())
 
     @precondition(lambda self: self.past)
     @rule(data=st.data(), continuation=st.lists(st.sampled_from((1, 2)), max_size=6))
@@ -91,7 +132,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     def learn_tokens(self, data: st.DataObject, token_ids: list[int]) -> None:
         slot = data.draw(st.sampled_from(self.table.active_slots.tolist()))
         first = int(self.table.num_tokens[slot])
-        token_ids = token_ids[: _MAX_MODEL_LEN - first]
+        token_ids = token_ids[: self.max_num_tokens - first]
         self.table.token_ids[slot, first : first + len(token_ids)] = token_ids
         self.table.num_tokens[slot] += len(token_ids)
 
@@ -128,6 +169,15 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             count = int(self.table.num_computed_tokens[slot])
             expected = _contents(salt, self.table.known_token_ids(slot).tolist())[:count]
             assert self.memory[self._places(self.table.blocks(slot), 0, count)].tolist() == expected
+
+    @rule()
+    def repair_what_is_sound(self) -> None:
+        """Repairing what is sound loses nothing that can be found."""
+        cached = dict(self.manager.cached_hashes())
+
+        self.manager.repair()
+
+        assert dict(self.manager.cached_hashes()) == cached
 
     @invariant()
     def blocks_add_up(self) -> None:
@@ -172,7 +222,16 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             places = self._places(self.table.blocks(slot), first, first + count)
             self.memory[places] = contents[first : first + count]
         self.table.num_computed_tokens[slots] += counts
-        self.manager.commit(slots)
+        before = self.table.num_committed_blocks[slots]
+
+        committed = self.manager.commit(slots, self.table.num_computed_tokens[slots])
+
+        for slot, index in zip(slots.tolist(), before.tolist(), strict=True):
+            sequence = self.table.sequence_at(slot)
+            last = int(self.table.num_computed_tokens[slot]) // _BLOCK_SIZE
+            token_ids = self.table.known_token_ids(slot)[: last * _BLOCK_SIZE]
+            hashes = prefix_hashes(token_ids, _BLOCK_SIZE, sequence.request.cache_salt)[index:]
+            assert committed.get(sequence.handle, []) == (hashes if self.enable_prefix_caching else [])
 
     def _check_hit(self, salt: bytes, token_ids: list[int]) -> None:
         hit = self.manager.find_longest_prefix(self._sequence(salt, token_ids))

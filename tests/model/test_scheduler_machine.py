@@ -1,5 +1,7 @@
 """The scheduler under random requests, steps, aborts, expiries and failures, with every answer checked.
 
+It runs with one and two steps in flight and with every policy.
+
 What is checked lives in ``tests/fakes/watched_scheduler.py`` and ``tests/fakes/scheduling_rules.py``.
 """
 
@@ -13,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from libs.errors import DuplicateRequest, Overloaded, WorkerLost
 from services.engine.core.request import Request
-from services.engine.core.scheduler import SchedulerConfig
-from tests.fakes.kv_worker import greedy
+from services.engine.core.scheduler import Admission, Batching, Layout, SchedulerConfig
+from tests.fakes.kv_worker import greedy, step_times
 from tests.fakes.requests import make_request
 from tests.fakes.watched_scheduler import Life, WatchedScheduler
 from tests.model.budgets import machine_settings
@@ -38,13 +40,22 @@ _configs = st.builds(
     eos_token_ids=st.sampled_from(((), (5,), (5, 11))),
     enable_prefix_caching=st.sampled_from((True, True, True, False)),
     watermark_fraction=st.sampled_from((0.0, 0.0, 0.1)),
+    aging_seconds=st.sampled_from((0.0, 3.0, 30.0)),
+    target_itl_seconds=st.sampled_from((None, None, 0.003)),
+    max_prefill_share=st.sampled_from((0.5, 0.2, 1.0)),
+    max_steps_in_flight=st.sampled_from((2, 2, 1)),
+    admission=st.sampled_from((Admission.WATERMARK, Admission.WATERMARK, Admission.PREDICTED_PEAK)),
+    batching=st.sampled_from((Batching.CONTINUOUS, Batching.CONTINUOUS, Batching.CONTINUOUS, Batching.STATIC)),
+    layout=st.sampled_from((Layout.PAGED, Layout.PAGED, Layout.PAGED, Layout.CONTIGUOUS)),
 )
+# Decodes, reads and prompts all cost something, and no step takes exactly what the model says.
+_NOISE = (0.0, 0.1, -0.05, 0.2, -0.15)
 
 
 @st.composite
 def _requests(draw: st.DrawFn) -> Request:
     document = draw(st.sampled_from(_DOCUMENTS))
-    num_prior = draw(st.sampled_from(((0,), (0,), (0,), (0, 0), (3,), (1, 9))))
+    num_prior = draw(st.sampled_from(((0,), (0,), (0,), (0, 0), (0, 0, 0), (3,), (1, 9), (0, 2))))
     num_output_tokens = max(num_prior) + draw(st.sampled_from((14, 24, 7, 3, 2, 1)))
     num_prompt_tokens = draw(st.sampled_from((9, 8, 12, 13, 7, 24, 15, 4, 17, 1)))
     return make_request(
@@ -54,6 +65,7 @@ def _requests(draw: st.DrawFn) -> Request:
         max_output_tokens=min(num_output_tokens, _MAX_MODEL_LEN - num_prompt_tokens),
         stop_token_ids=draw(st.sampled_from((frozenset(), frozenset(), frozenset({5}), frozenset({1, 17, 30})))),
         ignore_eos=draw(st.booleans()),
+        tenant_id=draw(st.sampled_from(("red", "blue"))),
         priority=draw(st.sampled_from((0, 0, 0, 1, -1))),
         cache_salt=draw(st.sampled_from((b"", b"", b"", b"tenant"))),
         deadline=draw(st.sampled_from((None, None, None, 40, 5))),
@@ -64,7 +76,9 @@ def _requests(draw: st.DrawFn) -> Request:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(config=_configs)
     def begin(self, config: SchedulerConfig) -> None:
-        self.watched = WatchedScheduler(config, greedy(_VOCAB_SIZE))
+        self.watched = WatchedScheduler(
+            config, greedy(_VOCAB_SIZE), seconds_of=step_times(1e-3, 1e-4, 1e-6, 1e-6, _NOISE)
+        )
         self.num_requests = 0
 
     @rule(requests=st.lists(_requests(), min_size=2, max_size=4))
@@ -78,27 +92,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 self.watched.add(named)
 
-    @precondition(lambda self: self.watched.in_flight is None)
+    @precondition(lambda self: self.watched.can_schedule)
     @rule()
     def schedule(self) -> None:
         self.watched.schedule()
 
-    @precondition(lambda self: self.watched.in_flight is not None)
+    @precondition(lambda self: self.watched.num_in_flight)
     @rule(modulus=st.sampled_from((0, 0, 1, 2, 3)))
     def apply(self, modulus: int) -> None:
         self.watched.apply(lambda handle: modulus > 0 and handle % modulus == 0)
 
-    @precondition(lambda self: self.watched.in_flight is None and self.watched.lives)
+    @precondition(lambda self: self.watched.lives)
     @rule(num_steps=st.integers(1, 12))
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            if self.watched.schedule() is None:
+            self.watched.fill_pipeline()
+            if not self.watched.num_in_flight:
                 return
             self.watched.check()
             self.watched.apply()
             self.watched.check()
 
-    @precondition(lambda self: self.watched.in_flight is None and self.watched.lives)
+    @precondition(lambda self: self.watched.can_schedule and self.watched.lives)
     @rule(data=st.data(), what=st.sampled_from(("invalid logits", "abort", "add", "deadline")))
     def step_with_a_surprise(self, data: st.DataObject, what: str) -> None:
         step = self.watched.schedule()
@@ -115,14 +130,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.watched.check()
         self.watched.apply(lambda other: what == "invalid logits" and other == handle)
 
-    @precondition(lambda self: self.watched.in_flight is None and self.watched.lives)
+    @precondition(lambda self: self.watched.lives)
     @rule()
     def run_until_somebody_ends(self) -> None:
         num_ends = len(self.watched.ends)
-        while len(self.watched.ends) == num_ends:
-            self.watched.schedule()
+        for _ in range(self.watched.max_steps_left):
+            self.watched.fill_pipeline()
             self.watched.apply()
             self.watched.check()
+            if len(self.watched.ends) > num_ends:
+                return
+        raise AssertionError("nobody ends")
 
     @precondition(lambda self: self.watched.lives)
     @rule(data=st.data())
@@ -157,6 +175,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.watched.wait(seconds)
         self.watched.expire()
 
+    @rule()
+    def audit(self) -> None:
+        assert self.watched.scheduler.audit() == []
+
     @invariant()
     def everything_adds_up(self) -> None:
         self.watched.check()
@@ -164,11 +186,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "watched"):
             return
-        self.watched.run_until_idle(max_steps=2_000)
+        # Nobody starves: when nobody comes any more everybody ends, within a bound.
+        self.watched.run_until_idle()
         config = self.watched.config
         num_tokens = min(config.num_blocks * config.block_size, config.max_model_len)
         (handle,) = self.watched.add(make_request("whole pool", range(num_tokens - 1), max_output_tokens=1))
-        self.watched.run_until_idle(max_steps=2_000)
+        self.watched.run_until_idle()
         assert handle in self.watched.ends
 
     def _any_life(self, data: st.DataObject) -> Life:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from libs.errors import WorkerLost
+from services.engine.core.scheduler import Admission, Batching, Layout
+from tests.fakes.kv_worker import step_times
 from tests.sim.transcript import Stage
 
 Script = Callable[[], Stage]
@@ -69,7 +71,7 @@ def next_turn() -> Stage:
 
 
 def same_prompt_at_once() -> Stage:
-    """Two equal prompts in one step both compute it: blocks can be found once they are computed, not before."""
+    """The second of two equal prompts sleeps until the first has computed their common block, then goes on."""
     stage = _stage(same_prompt_at_once)
     stage.add("a", "x24", out=2)
     stage.add("b", "x24", out=2)
@@ -98,11 +100,201 @@ def preempted_keeps_its_place() -> Stage:
 
 
 def preemption_during_prefill() -> Stage:
-    """Growing a takes a block that b would need for its last chunk: b waits, and finds most of its own again."""
-    stage = _stage(preemption_during_prefill, num_blocks=11, max_num_batched_tokens=33)
+    """a and c take the blocks that the prompt of b still needs, then those it has: b goes, and finds most again."""
+    stage = _stage(preemption_during_prefill, num_blocks=10, max_num_batched_tokens=34)
+    stage.add("a", "x30", out=20)
+    stage.add("c", "z30", out=20)
+    stage.step(2)
+    stage.add("b", "y85", out=2, priority=-1)
+    stage.run()
+    return stage
+
+
+def prompt_waits_for_blocks() -> Stage:
+    """Growing a takes a block that b needs for its last chunk: b keeps what it has and waits for the end of a."""
+    stage = _stage(prompt_waits_for_blocks, num_blocks=11, max_num_batched_tokens=33)
     stage.add("a", "x15", out=12)
     stage.step()
     stage.add("b", "y150", out=2)
+    stage.run()
+    return stage
+
+
+def least_work_lost() -> Stage:
+    """b has computed less than c when blocks run out, so it goes, although c came later; a is first and stays."""
+    stage = _stage(least_work_lost, num_blocks=6)
+    stage.add("a", "x15", out=20)
+    stage.add("b", "y14", out=10)
+    stage.add("c", "z33", out=10)
+    stage.run()
+    return stage
+
+
+def preempted_with_a_step_in_flight() -> Stage:
+    """b is preempted while a token is sampled for it: the answer is dropped, the same draw gives it again later."""
+    stage = _stage(preempted_with_a_step_in_flight, num_blocks=5, max_steps_in_flight=2)
+    stage.add("a", "x30", out=8)
+    stage.add("b", "y30", out=5)
+    stage.run()
+    return stage
+
+
+def two_steps_in_flight() -> Stage:
+    """The end of a by its end token is known a step late: one token is discarded. The limit of b costs none."""
+    stage = _stage(two_steps_in_flight, max_steps_in_flight=2, eos_token_ids=(102,))
+    stage.add("a", "x20", out=9)
+    stage.add("b", "y20", out=4, ignore_eos=True)
+    stage.run()
+    return stage
+
+
+def abort_with_two_steps_in_flight() -> Stage:
+    """An abort discards what two steps sample for a; its blocks are given to b at once, for the step after them."""
+    stage = _stage(abort_with_two_steps_in_flight, num_blocks=3, max_num_seqs=1, max_steps_in_flight=2)
+    stage.add("a", "x40", out=8)
+    stage.step()
+    stage.fill()
+    stage.add("b", "y40", out=2)
+    stage.abort("a")
+    stage.run()
+    return stage
+
+
+def fork_with_copy() -> Stage:
+    """Three choices compute their prompt once: whole blocks are shared, the last one is copied for each."""
+    stage = _stage(fork_with_copy)
+    stage.add("a", "x40", out=3, prior=("", "", ""))
+    stage.run()
+    return stage
+
+
+def fork_at_a_block_border() -> Stage:
+    """The prompt ends with its block: that block is copied too, since its last token is computed again."""
+    stage = _stage(fork_at_a_block_border)
+    stage.add("a", "x32", out=2, prior=("", ""))
+    stage.run()
+    return stage
+
+
+def fork_of_a_preempted_parent() -> Stage:
+    """The first choice is preempted before the second has a slot; the second forks once it runs again."""
+    stage = _stage(fork_of_a_preempted_parent, num_blocks=5, max_num_seqs=2, max_num_batched_tokens=16)
+    stage.add("p", "y15", out=20)
+    stage.add("a", "x40", out=10, prior=("", ""))
+    stage.run()
+    return stage
+
+
+def parent_ends_before_its_choices_fork() -> Stage:
+    """The first choice ends with its first token: the second starts from its blocks in the cache."""
+    stage = _stage(parent_ends_before_its_choices_fork)
+    stage.add("a", "x40", out=1, prior=("", ""))
+    stage.run()
+    return stage
+
+
+def sleeps_while_another_computes_the_prefix() -> Stage:
+    """b sleeps while a computes their common prefix, and holds up nobody: c goes ahead."""
+    stage = _stage(sleeps_while_another_computes_the_prefix, max_prefill_share=0.5)
+    stage.add("a", "x100", out=2)
+    stage.step()
+    stage.add("b", "x80 y8", out=2)
+    stage.add("c", "z10", out=2)
+    stage.run()
+    return stage
+
+
+def wakes_when_the_other_gives_up() -> Stage:
+    """a is aborted in the middle of its prompt: b wakes, takes what was computed and computes the rest."""
+    stage = _stage(wakes_when_the_other_gives_up, max_prefill_share=0.5)
+    stage.add("a", "x100", out=2)
+    stage.add("b", "x80 y8", out=2)
+    stage.step()
+    stage.abort("a")
+    stage.run()
+    return stage
+
+
+def watermark_admits_what_will_be_preempted() -> Stage:
+    """Three prompts fit, their outputs do not: see ``predicted_peak_waits`` for the same with the default."""
+    return _growing_requests(_stage(watermark_admits_what_will_be_preempted, num_blocks=8))
+
+
+def predicted_peak_waits() -> Stage:
+    """c waits until the peak of all fits: nobody is preempted, and nothing is computed twice."""
+    return _growing_requests(_stage(predicted_peak_waits, num_blocks=8, admission=Admission.PREDICTED_PEAK))
+
+
+def _growing_requests(stage: Stage) -> Stage:
+    for name, prompt in (("a", "x30"), ("b", "y30"), ("c", "z30")):
+        stage.add(name, prompt, out=20)
+    stage.run()
+    return stage
+
+
+def predicted_peak_learns() -> Stage:
+    """The outputs of red end after two tokens: after four of them a limit of 90 does not hold up the next."""
+    stage = _stage(predicted_peak_learns, num_blocks=9, admission=Admission.PREDICTED_PEAK, eos_token_ids=(101,))
+    for number in range(4):
+        stage.add(f"r{number}", "x10", out=90, tenant="red")
+    stage.run()
+    stage.note("now two at once")
+    stage.add("a", "y10", out=90, tenant="red")
+    stage.add("b", "z10", out=90, tenant="red")
+    stage.run()
+    return stage
+
+
+def aging() -> Stage:
+    """A level of priority is worth three seconds: c, a second after b, passes it; d, four after, does not."""
+    stage = _stage(aging, max_num_seqs=1, aging_seconds=3)
+    stage.add("a", "v20", out=6)
+    stage.step()
+    stage.add("b", "w20", out=1)
+    stage.step()
+    stage.add("c", "x20", out=1, priority=1)
+    stage.step(3)
+    stage.add("d", "y20", out=1, priority=1)
+    stage.run()
+    return stage
+
+
+def prefill_share() -> Stage:
+    """While b waits the long prompt of a takes half a step; alone it takes all of it."""
+    stage = _stage(prefill_share, max_prefill_share=0.5)
+    stage.add("a", "x200", out=2)
+    stage.add("b", "y20", out=2)
+    stage.run()
+    return stage
+
+
+def target_itl() -> Stage:
+    """Steps cost 1 ms and 0.1 ms a token: once that is learned, prompts beside a decode take what 4 ms leave."""
+    stage = _stage(target_itl, target_itl_seconds=0.004, seconds_of=step_times(0.001, 0.0001, 0, 0, (0,)))
+    stage.add("a", "x60", out=20)
+    stage.step(9)
+    stage.add("b", "y100", out=2)
+    stage.run()
+    return stage
+
+
+def static_batch() -> Stage:
+    """c comes while a and b run, and has room, but waits until the last of them has ended."""
+    stage = _stage(static_batch, batching=Batching.STATIC)
+    stage.add("a", "x20", out=2)
+    stage.add("b", "y20", out=5)
+    stage.step()
+    stage.add("c", "z20", out=2)
+    stage.run()
+    return stage
+
+
+def contiguous() -> Stage:
+    """Each takes the blocks of the longest sequence at once: two run, c waits although its prompt would fit."""
+    stage = _stage(contiguous, layout=Layout.CONTIGUOUS, max_model_len=96)
+    stage.add("a", "x20", out=2)
+    stage.add("b", "y20", out=3)
+    stage.add("c", "z20", out=2)
     stage.run()
     return stage
 
@@ -303,7 +495,7 @@ def worker_loss() -> Stage:
 
 
 def two_choices() -> Stage:
-    """Two choices of one request, each with its own end; one is aborted alone."""
+    """Two choices of one request: the second, which waits for the prompt of the first, is aborted alone."""
     stage = _stage(two_choices)
     stage.add("a", "x40", out=3, prior=("", ""))
     stage.step()
@@ -321,6 +513,17 @@ def invalid_logits() -> Stage:
     stage.step(failing="a")
     stage.run()
     stage.add("c", "x100", out=1)
+    stage.run()
+    return stage
+
+
+def failure_in_a_prompt_chunk() -> Stage:
+    """A chunk of a fails before anything is sampled: its blocks are forgotten, b wakes and computes them."""
+    stage = _stage(failure_in_a_prompt_chunk, max_prefill_share=0.5)
+    stage.add("a", "x100", out=2)
+    stage.add("b", "x80 y8", out=2)
+    stage.step()
+    stage.step(failing="a")
     stage.run()
     return stage
 
@@ -362,6 +565,25 @@ SCENARIOS: dict[str, Script] = {
         preemption_and_resume,
         preempted_keeps_its_place,
         preemption_during_prefill,
+        prompt_waits_for_blocks,
+        least_work_lost,
+        preempted_with_a_step_in_flight,
+        two_steps_in_flight,
+        abort_with_two_steps_in_flight,
+        fork_with_copy,
+        fork_at_a_block_border,
+        fork_of_a_preempted_parent,
+        parent_ends_before_its_choices_fork,
+        sleeps_while_another_computes_the_prefix,
+        wakes_when_the_other_gives_up,
+        watermark_admits_what_will_be_preempted,
+        predicted_peak_waits,
+        predicted_peak_learns,
+        aging,
+        prefill_share,
+        target_itl,
+        static_batch,
+        contiguous,
         short_output_is_served_beside_a_long_prompt,
         abort_in_flight,
         abort_during_prefill,
@@ -381,6 +603,7 @@ SCENARIOS: dict[str, Script] = {
         worker_loss,
         two_choices,
         invalid_logits,
+        failure_in_a_prompt_chunk,
         decodes_fill_the_budget,
         refusals,
     )

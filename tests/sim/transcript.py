@@ -8,20 +8,22 @@ A transcript reads like this; positions count from zero, a step takes one second
     …
     t=3  end a: length; output 3, cached 0, computed 42
 
-``hit 0 1`` are cached blocks, ``new 2`` allocated ones, ``> 100`` the sampled token. A line about blocks follows
-each step in which their states changed.
+``hit 0 1`` are shared blocks, ``copy 3 to 5`` is a block that is copied before it is written, ``new 2`` are
+allocated ones, ``> 100`` is the sampled token, once it is answered. ``asleep`` are those who wait for another one's
+work. A line about blocks follows each answer since which their states changed.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable
 
 from libs.errors import OctavoError
 from libs.kv.block_pool import BlockCounts
 from services.engine.core.request import SequenceEnd
-from services.engine.core.scheduler import SchedulerConfig
-from tests.fakes.kv_worker import counting
+from services.engine.core.scheduler import Admission, Batching, Layout, SchedulerConfig
+from tests.fakes.kv_worker import Clock, counting
 from tests.fakes.requests import make_request
 from tests.fakes.watched_scheduler import Step, WatchedScheduler
 
@@ -52,6 +54,14 @@ class Stage:
         max_waiting_sequences: int = 16,
         eos_token_ids: tuple[int, ...] = (),
         watermark_fraction: float = 0.0,
+        aging_seconds: float = 30.0,
+        max_prefill_share: float = 1.0,
+        target_itl_seconds: float | None = None,
+        max_steps_in_flight: int = 1,
+        admission: Admission = Admission.WATERMARK,
+        batching: Batching = Batching.CONTINUOUS,
+        layout: Layout = Layout.PAGED,
+        seconds_of: Clock | None = None,
     ) -> None:
         self.lines = [title, ""]
         self._watched = WatchedScheduler(
@@ -64,16 +74,32 @@ class Stage:
                 max_waiting_sequences=max_waiting_sequences,
                 eos_token_ids=eos_token_ids,
                 watermark_fraction=watermark_fraction,
+                aging_seconds=aging_seconds,
+                max_prefill_share=max_prefill_share,
+                target_itl_seconds=target_itl_seconds,
+                max_steps_in_flight=max_steps_in_flight,
+                admission=admission,
+                batching=batching,
+                layout=layout,
             ),
             counting(_FIRST_OUTPUT_ID),
+            seconds_of=seconds_of,
         )
-        self._step_line = 0
+        self._step_lines: deque[int] = deque()
         self._names: dict[int, str] = {}
         self._counts = BlockCounts(num_free=num_blocks, num_evictable=0, num_held=0)
         watermark = int(num_blocks * watermark_fraction)
+        policies = [
+            "admission by predicted peak" if admission is Admission.PREDICTED_PEAK else "",
+            "static batches" if batching is Batching.STATIC else "",
+            f"contiguous for {max_model_len} tokens" if layout is Layout.CONTIGUOUS else "",
+            f"{max_steps_in_flight} steps in flight" if max_steps_in_flight > 1 else "",
+            f"a prompt takes {max_prefill_share:g} of a step" if max_prefill_share < 1 else "",
+            f"target {target_itl_seconds:g} s a step" if target_itl_seconds is not None else "",
+        ]
         self._say(
             f"{num_blocks} blocks of 16, watermark {watermark}, {max_num_batched_tokens} tokens a step, "
-            f"{max_num_seqs} sequences",
+            f"{max_num_seqs} sequences" + "".join(f", {policy}" for policy in policies if policy),
             is_timed=False,
         )
 
@@ -88,6 +114,7 @@ class Stage:
         prior: Iterable[str] = ("",),
         priority: int = 0,
         salt: str = "",
+        tenant: str = "",
         deadline: float | None = None,
         stop: Iterable[int] = (),
         ignore_eos: bool = False,
@@ -101,6 +128,7 @@ class Stage:
             prior_outputs=outputs,
             priority=priority,
             cache_salt=salt.encode(),
+            tenant_id=tenant,
             deadline=deadline,
             stop_token_ids=frozenset(stop),
             ignore_eos=ignore_eos,
@@ -110,6 +138,7 @@ class Stage:
             f"emitted before: {', '.join(prior)}" if any(outputs) else "",
             f"priority {priority}" if priority else "",
             f"salt {salt}" if salt else "",
+            f"tenant {tenant}" if tenant else "",
             f"deadline t={deadline:g}" if deadline is not None else "",
             f"stops at {' '.join(map(str, stop))}" if stop else "",
             "ignores end tokens" if ignore_eos else "",
@@ -125,44 +154,51 @@ class Stage:
         self._say(f"add {name}: {prompt} ({len(request.prompt_token_ids)} tokens), at most {out} out{details}")
 
     def step(self, count: int = 1, *, failing: str = "") -> None:
-        """Run steps; ``failing`` names a sequence whose logits are not numbers."""
+        """Run steps, as many in flight as may be; ``failing`` names a sequence whose logits are not numbers."""
         for _ in range(count):
-            if not self.schedule():
+            self.fill()
+            if not self._watched.num_in_flight:
                 return
             self.apply(failing=failing)
 
     def run(self) -> None:
         """Run until nothing is left."""
         for _ in range(_MAX_STEPS):
-            if not self.schedule():
+            self.fill()
+            if not self._watched.num_in_flight:
+                self._say("idle")
                 self._watched.check_idle()
                 return
             self.apply()
         raise AssertionError(f"still busy after {_MAX_STEPS} steps")
 
+    def fill(self) -> None:
+        """Send off as many steps as may be in flight."""
+        while self._watched.can_schedule and self.schedule():
+            pass
+
     def schedule(self) -> bool:
         """Send off a step and leave it in flight; returns whether there was one."""
         step = self._watched.schedule()
         if step is None:
-            self._say("idle")
             return False
         for handle in step.preempted:
             self._say(
                 f"preempt {self._names[handle]}: waits with {len(self._watched.lives[handle].token_ids)} tokens"
             )
-        self._step_line = len(self.lines)
+        self._step_lines.append(len(self.lines))
         self._say(self._describe(step))
         self._watched.check()
         return True
 
     def apply(self, *, failing: str = "") -> None:
-        """Take the result of the step in flight."""
+        """Take the answer to the oldest step in flight."""
         events = self._watched.apply(lambda handle: self._names[handle] == failing)
         self._watched.check()
         token_of = dict(zip(events.handles.tolist(), events.token_ids.tolist(), strict=True))
-        line = self.lines[self._step_line]
-        self.lines[self._step_line] = re.sub(
-            r"\{(\d+)\}", lambda match: f" > {token_of.get(int(match[1]), 'nothing')}", line
+        number = self._step_lines.popleft()
+        self.lines[number] = re.sub(
+            r"\{(\d+)\}", lambda match: f" > {token_of.get(int(match[1]), 'nothing')}", self.lines[number]
         )
         self._say_ends(events.ends)
         self._say_blocks()
@@ -170,7 +206,7 @@ class Stage:
     def abort(self, name: str, *, choice: int | None = None) -> None:
         """End a request, or one of its choices, from outside."""
         handles = tuple(h for h, full_name in self._names.items() if full_name == f"{name}.{choice}")
-        in_flight = " while a step is in flight" if self._watched.in_flight else ""
+        in_flight = " while a step is in flight" if self._watched.num_in_flight else ""
         self._say(f"abort {name if choice is None else f'{name}.{choice}'}{in_flight}")
         self._say_ends(self._watched.abort(name, handles))
         self._say_blocks()
@@ -202,36 +238,43 @@ class Stage:
 
     def _describe(self, step: Step) -> str:
         output = step.output
-        new_of = {new.slot: new for new in output.new_sequences}
+        blocks_of = {new.slot: new.block_ids for new in output.new_sequences}
+        source_of = {copy.target_block_id: copy.source_block_id for copy in output.block_copies}
         parts = []
         position = 0
-        for slot, handle, num_tokens, num_new_blocks, is_sampled in zip(
+        for slot, handle, num_tokens, after, num_new_blocks, is_sampled in zip(
             output.slots.tolist(),
             output.handles.tolist(),
             output.num_scheduled_tokens.tolist(),
+            output.num_computed_tokens.tolist(),
             output.num_new_blocks.tolist(),
             output.is_sampled.tolist(),
             strict=True,
         ):
-            first = self._watched.worker.rows[slot].num_computed_tokens
             blocks = output.new_block_ids[position : position + num_new_blocks].tolist()
             position += num_new_blocks
-            hit = new_of[slot].block_ids if slot in new_of else ()
+            first_blocks = blocks_of.get(slot, ())
+            hit = [str(block) for block in first_blocks if block not in source_of]
+            copies = [f"copy {source_of[block]} to {block}" for block in first_blocks if block in source_of]
             parts.append(
-                f"{self._names[handle]} {first}"
-                + (f"-{first + num_tokens - 1}" if num_tokens > 1 else "")
-                + (f" hit {' '.join(map(str, hit))}" if hit else "")
+                f"{self._names[handle]} {after - num_tokens}"
+                + (f"-{after - 1}" if num_tokens > 1 else "")
+                + (f" hit {' '.join(hit)}" if hit else "")
+                + (f" {' '.join(copies)}" if copies else "")
                 + (f" new {' '.join(map(str, blocks))}" if blocks else "")
                 + (f"{{{handle}}}" if is_sampled else "")
             )
-        waiting = [
-            self._names[life.handle] for life in sorted(self._watched.waiting(), key=lambda life: life.order)
-        ]
+        line = sorted(self._watched.waiting().values(), key=lambda life: life.order)
+        asleep = self._watched.referee.asleep
         return (
             f"step {output.step_id}, {output.num_tokens} of {self._watched.config.max_num_batched_tokens} tokens: "
             + " | ".join(parts)
-            + (f" | waiting: {' '.join(waiting)}" if waiting else "")
+            + self._list("waiting", [life.handle for life in line if life.handle not in asleep])
+            + self._list("asleep", [life.handle for life in line if life.handle in asleep])
         )
+
+    def _list(self, what: str, handles: list[int]) -> str:
+        return f" | {what}: {' '.join(self._names[handle] for handle in handles)}" if handles else ""
 
     def _say_ends(self, ends: Iterable[SequenceEnd]) -> None:
         for end in ends:

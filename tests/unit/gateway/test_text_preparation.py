@@ -12,6 +12,7 @@ from libs.errors import ContextLengthExceeded, InvalidRequest
 from libs.kv import prefix_hashes
 from libs.text import ModelText
 from services.gateway.openai_schema import ModelFacts, ValidChatCompletion, parse_chat_completion
+from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import TextPreparation, fit_output
 
 
@@ -22,7 +23,9 @@ def request(**fields: Any) -> ValidChatCompletion:
 
 @pytest.fixture
 def text(model_text: ModelText) -> Iterator[TextPreparation]:
-    preparation = TextPreparation(model_text, block_size=16, num_threads=1)
+    preparation = TextPreparation(
+        model_text, SharedPrefixes([], salt=b"", block_size=16), block_size=16, num_threads=1
+    )
     yield preparation
     preparation.close()
 

@@ -243,37 +243,31 @@ def test_an_undamaged_pool_has_no_faults() -> None:
     assert pool.check_integrity(holders) == []
 
 
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        pytest.param(
-            _set_item("_ref_counts", 0, 2), "block 0 has 2 holders counted and 1", id="one holder too many"
-        ),
-        pytest.param(_set_item("_ref_counts", 0, 0), "block 0 has 0 holders counted and 1", id="a lost holder"),
-        pytest.param(
-            _set_item("_ref_counts", 5, -1), "block 5 has -1 holders counted and 0", id="a negative count"
-        ),
-        pytest.param(_set("_num_unheld", 3), "3 blocks counted without holder, 4 found", id="a wrong unheld count"),
-        pytest.param(
-            _set("_num_evictable", 1), "1 evictable blocks counted, 2 found", id="a wrong evictable count"
-        ),
-        pytest.param(_set_item("_hashes", 0, None), "hash map", id="a block that lost its hash"),
-        pytest.param(_set_item("_hashes", 0, _hash(9)), "hash map", id="a block with another hash"),
-        pytest.param(_set_item("_block_of", _hash(9), 5), "hash map", id="a hash without its block"),
-        pytest.param(lambda pool: pool._block_of.pop(_hash(0)), "hash map", id="a hash that is not found"),
-        pytest.param(lambda pool: _hash_like(pool, 0, 1), "hash map", id="two blocks with one hash"),
-        pytest.param(_set_item("_next", 4, 2), "free queue", id="a queue that skips a block"),
-        pytest.param(_set_item("_next", 5, 4), "twice", id="a queue that goes in a circle"),
-        pytest.param(_set_item("_next", 4, 0), "free queue", id="a queue that holds a held block"),
-        pytest.param(_set_item("_next", 4, 99), "free queue", id="a queue that leaves the pool"),
-        pytest.param(_set_item("_previous", 2, 0), "free queue", id="a queue that differs backwards"),
-        pytest.param(_set("_head", 4), "free queue", id="a wrong head"),
-        pytest.param(_set("_tail", 5), "free queue", id="a wrong tail"),
-        pytest.param(_set_item("_stored", _hash(9), 5), "changes", id="a stored change that is not cached"),
-        pytest.param(_set_item("_stored", _hash(0), 5), "changes", id="a stored change with another block"),
-        pytest.param(_set_item("_removed", _hash(2), None), "changes", id="a removed change that is cached"),
-    ],
-)
+_DAMAGES = [
+    pytest.param(_set_item("_ref_counts", 0, 2), "block 0 has 2 holders counted and 1", id="one holder too many"),
+    pytest.param(_set_item("_ref_counts", 0, 0), "block 0 has 0 holders counted and 1", id="a lost holder"),
+    pytest.param(_set_item("_ref_counts", 5, -1), "block 5 has -1 holders counted and 0", id="a negative count"),
+    pytest.param(_set("_num_unheld", 3), "3 blocks counted without holder, 4 found", id="a wrong unheld count"),
+    pytest.param(_set("_num_evictable", 1), "1 evictable blocks counted, 2 found", id="a wrong evictable count"),
+    pytest.param(_set_item("_hashes", 0, None), "hash map", id="a block that lost its hash"),
+    pytest.param(_set_item("_hashes", 0, _hash(9)), "hash map", id="a block with another hash"),
+    pytest.param(_set_item("_block_of", _hash(9), 5), "hash map", id="a hash without its block"),
+    pytest.param(lambda pool: pool._block_of.pop(_hash(0)), "hash map", id="a hash that is not found"),
+    pytest.param(lambda pool: _hash_like(pool, 0, 1), "hash map", id="two blocks with one hash"),
+    pytest.param(_set_item("_next", 4, 2), "free queue", id="a queue that skips a block"),
+    pytest.param(_set_item("_next", 5, 4), "twice", id="a queue that goes in a circle"),
+    pytest.param(_set_item("_next", 4, 0), "free queue", id="a queue that holds a held block"),
+    pytest.param(_set_item("_next", 4, 99), "free queue", id="a queue that leaves the pool"),
+    pytest.param(_set_item("_previous", 2, 0), "free queue", id="a queue that differs backwards"),
+    pytest.param(_set("_head", 4), "free queue", id="a wrong head"),
+    pytest.param(_set("_tail", 5), "free queue", id="a wrong tail"),
+    pytest.param(_set_item("_stored", _hash(9), 5), "changes", id="a stored change that is not cached"),
+    pytest.param(_set_item("_stored", _hash(0), 5), "changes", id="a stored change with another block"),
+    pytest.param(_set_item("_removed", _hash(2), None), "changes", id="a removed change that is cached"),
+]
+
+
+@pytest.mark.parametrize(("damage", "sentence"), _DAMAGES)
 def test_integrity_check_names_the_damage(damage: Callable[[BlockPool], None], sentence: str) -> None:
     pool, holders = _held_evictable_and_free()
     pool.take_changes()
@@ -281,6 +275,71 @@ def test_integrity_check_names_the_damage(damage: Callable[[BlockPool], None], s
     damage(pool)
 
     assert any(sentence in fault for fault in pool.check_integrity(holders))
+
+
+@pytest.mark.parametrize("damage", [pytest.param(case.values[0], id=case.id) for case in _DAMAGES])
+def test_rebuild_repairs_the_damage(damage: Callable[[BlockPool], None]) -> None:
+    pool, holders = _held_evictable_and_free()
+    followed = {value for value, _ in pool.take_changes().stored}
+    damage(pool)
+
+    pool.rebuild(holders)
+
+    assert pool.check_integrity(holders) == []
+    assert [pool.ref_count(block) for block in range(6)] == [1, 1, 0, 0, 0, 0]
+    # What is found is what was there: contents never come under another hash.
+    cached = dict(pool.cached_hashes())
+    assert cached.items() <= {_hash(block): block for block in range(4)}.items()
+    # Who follows the changes believes in nothing that is gone, as far as the damage left a trace of it.
+    changes = pool.take_changes()
+    followed = (followed - {*changes.removed}) | {value for value, _ in changes.stored}
+    assert cached.keys() <= followed
+    pool.release([0, 1])
+    assert sorted(pool.allocate(6)) == list(range(6))
+    assert dict(pool.cached_hashes()) == {}
+    assert pool.check_integrity(dict.fromkeys(range(6), 1)) == []
+
+
+def test_rebuild_of_a_sound_pool_keeps_the_order_of_eviction() -> None:
+    pool, holders = _held_evictable_and_free()
+
+    pool.rebuild(holders)
+
+    assert pool.allocate(4) == [4, 5, 3, 2]
+
+
+def test_rebuild_frees_what_was_lost_and_forgets_its_contents() -> None:
+    pool, _ = _held_evictable_and_free()
+    pool.take_changes()
+
+    pool.rebuild({0: 1})
+
+    assert pool.check_integrity({0: 1}) == []
+    assert dict(pool.cached_hashes()) == {_hash(0): 0, _hash(2): 2, _hash(3): 3}
+    assert pool.take_changes().removed == (_hash(1),)
+
+
+def test_rebuild_counts_every_holder_of_a_block_that_was_handed_out_twice() -> None:
+    pool, _ = _held_evictable_and_free()
+
+    pool.rebuild({0: 2, 1: 1, 4: 2})
+
+    assert [pool.ref_count(block) for block in (0, 1, 4)] == [2, 1, 2]
+    assert pool.num_available == 3
+    pool.release([0, 1, 4])
+    assert pool.check_integrity({0: 1, 4: 1}) == []
+
+
+def test_rebuild_tells_only_what_is_not_told_yet() -> None:
+    pool = BlockPool(3)
+    blocks = _cached(pool, 2)
+    pool.take_changes()
+    pool.store(pool.allocate(1)[0], _hash(5))
+
+    pool.rebuild(dict.fromkeys((*blocks, 2), 1))
+
+    changes = pool.take_changes()
+    assert (changes.removed, changes.stored) == ((), ((_hash(5), 2),))
 
 
 @pytest.mark.parametrize("block", [-1, 6])

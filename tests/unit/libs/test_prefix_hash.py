@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.kv import HASH_ALGORITHM, PrefixHash, PrefixHasher, prefix_hashes
+from libs.kv import HASH_ALGORITHM, PrefixHash, PrefixHasher, SharedPrefix, prefix_hashes
 
 _ROOT = bytes(32)
 _VECTOR = [
@@ -39,6 +39,27 @@ def test_the_salt_enters_the_first_block_with_its_tag_and_its_length() -> None:
     second = _sha256(salted, struct.pack("<2I", 7, 8))
 
     assert prefix_hashes([5, 6, 7, 8], 2, b"abc") == [salted, second]
+
+
+def test_a_shared_prefix_chains_from_its_own_salt_and_the_tenant_enters_after_it() -> None:
+    tag = b"octavo.cache_salt\x00"
+    first = _sha256(_ROOT, tag, struct.pack("<I", 2), b"op", struct.pack("<2I", 1, 2))
+    second = _sha256(first, struct.pack("<2I", 3, 4))
+    third = _sha256(second, tag, struct.pack("<I", 3), b"abc", struct.pack("<2I", 5, 6))
+    fourth = _sha256(third, struct.pack("<2I", 7, 8))
+
+    chain = prefix_hashes(range(1, 9), 2, b"abc", SharedPrefix(b"op", 2))
+
+    assert chain == [first, second, third, fourth]
+
+
+def test_tenants_share_the_shared_prefix_and_nothing_after_it() -> None:
+    shared = SharedPrefix(b"op", 3)
+
+    one, other = (prefix_hashes(range(20), 2, tenant, shared) for tenant in (b"one", b"other"))
+
+    assert one[:3] == other[:3]
+    assert not set(one[3:]) & set(other[3:])
 
 
 def test_a_known_vector_never_changes() -> None:

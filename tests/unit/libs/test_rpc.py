@@ -78,6 +78,11 @@ class Engine(engine_pb2_grpc.EngineServiceServicer):
             self.watch_was_cancelled.set()
             raise
 
+    async def GetPageTable(
+        self, request: engine_pb2.GetPageTableRequest, context: Any
+    ) -> AsyncIterator[engine_pb2.GetPageTableResponse]:
+        yield engine_pb2.GetPageTableResponse()
+
     async def DrainEngine(self, request: Any, context: Any) -> engine_pb2.DrainEngineResponse:
         raise RuntimeError("a fault that nobody translated")
 

@@ -39,6 +39,7 @@ def step(
     new: Sequence[NewSequence] = (),
     ended: Sequence[int] = (),
     scheduled: Sequence[tuple[int, int, Sequence[int]]] = (),
+    copies: Sequence[tuple[int, int]] = (),
 ) -> StepInput:
     """Build a step; ``scheduled`` has slot, number of tokens and new blocks of each sequence."""
     return StepInput(
@@ -50,6 +51,8 @@ def step(
         num_scheduled_tokens=ints(*(count for _, count, _ in scheduled)),
         num_new_blocks=ints(*(len(blocks) for _, _, blocks in scheduled)),
         new_block_ids=ints(*(block for _, _, blocks in scheduled for block in blocks)),
+        copy_source_block_ids=ints(*(source for source, _ in copies)),
+        copy_target_block_ids=ints(*(target for _, target in copies)),
     )
 
 

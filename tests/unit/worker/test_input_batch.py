@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -151,16 +153,7 @@ def test_a_refused_sequence_fails_and_its_neighbour_goes_on() -> None:
     batch = make_batch()
     error = UnsupportedField("No grammar here.", param="grammar")
     given = step(new=[new_sequence(1, [5, 6])], scheduled=[(0, 2, [1]), (1, 2, [2])])
-    given = StepInput(
-        1,
-        given.ended_slots,
-        given.new_sequences,
-        (RefusedSequence(0, error),),
-        given.slots,
-        given.num_scheduled_tokens,
-        given.num_new_blocks,
-        given.new_block_ids,
-    )
+    given = dataclasses.replace(given, refused_sequences=(RefusedSequence(0, error),))
 
     prepared = batch.prepare(given, admit_all)
 

@@ -134,7 +134,7 @@ def test_a_result_leaves_as_arrays() -> None:
         slots=ints(1, 0),
         num_tokens=ints(1, 1),
         token_ids=ints(40, 41),
-        failed_sequences=(FailedSequence(7, SequenceFailure.INVALID_LOGITS),),
+        failed_sequences=(FailedSequence(7, SequenceFailure.INVALID_LOGITS, "no numbers"),),
         num_computed_tokens=2,
         duration_seconds=0.25,
     )

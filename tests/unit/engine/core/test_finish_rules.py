@@ -14,7 +14,7 @@ def _table_with(token_ids: list[int], **criteria: object) -> tuple[SequenceTable
     """Return a table whose only row has just got the last of ``token_ids``; one of them is the prompt."""
     table = SequenceTable(max_num_seqs=2, max_model_len=32, block_size=16)
     request = make_request("r", token_ids[:1], **criteria)  # type: ignore[arg-type]  # Criteria pass through.
-    return table, np.array([table.take(make_sequence(1, token_ids, request=request))])
+    return table, np.array([table.take(make_sequence(1, token_ids, request=request), expected_output_tokens=1)])
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,8 @@ def test_a_model_without_end_tokens_never_stops_by_itself() -> None:
     assert FinishRules(()).find_stopped(table, slots, np.array([0], np.uint32)).tolist() == [False]
 
 
-@pytest.mark.parametrize(("num_output_tokens", "is_full"), [(1, False), (2, False), (3, True)])
-def test_limit_counts_output_tokens(num_output_tokens: int, is_full: bool) -> None:
-    table, slots = _table_with([1] * (1 + num_output_tokens), max_output_tokens=3)
-
-    assert FinishRules(()).find_at_limit(table, slots).tolist() == [is_full]
-
-
 def test_nobody_got_a_token() -> None:
     table, _ = _table_with([1, 2])
     nobody = np.empty(0, np.int64)
 
     assert FinishRules((2,)).find_stopped(table, nobody, np.empty(0, np.uint32)).tolist() == []
-    assert FinishRules((2,)).find_at_limit(table, nobody).tolist() == []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.engine.core.kv_cache_manager import KVCacheManager
+from services.engine.core.block_layout import PagedLayout
+from services.engine.core.kv_cache_manager import BlockCopy, KVCacheManager
 from services.engine.core.sequence_table import SequenceTable
 from tests.fakes.requests import make_sequence
 
@@ -18,7 +19,11 @@ class _Cache:
     def __init__(self, *, num_blocks: int = 16, enable_prefix_caching: bool = True) -> None:
         self.table = SequenceTable(max_num_seqs=4, max_model_len=128, block_size=_BLOCK_SIZE)
         self.manager = KVCacheManager(
-            self.table, num_blocks=num_blocks, block_size=_BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching
+            self.table,
+            PagedLayout(_BLOCK_SIZE),
+            num_blocks=num_blocks,
+            block_size=_BLOCK_SIZE,
+            enable_prefix_caching=enable_prefix_caching,
         )
         self._num_sequences = 0
 
@@ -33,7 +38,7 @@ class _Cache:
         self._num_sequences += 1
         sequence = make_sequence(self._num_sequences, token_ids, cache_salt=salt)
         hit = self.manager.find_longest_prefix(sequence)
-        slot = self.table.take(sequence)
+        slot = self.table.take(sequence, expected_output_tokens=1)
         self.manager.start(slot, hit)
         self.go_on(slot, len(token_ids) if num_tokens is None else num_tokens)
         return slot
@@ -42,7 +47,7 @@ class _Cache:
         slots, target = np.array([slot]), np.array([num_tokens])
         self.manager.allocate(slots, self.manager.missing_blocks(slots, target))
         self.table.num_computed_tokens[slot] = num_tokens
-        self.manager.commit(slots)
+        self.manager.commit(slots, target)
 
     def finish(self, slot: int) -> None:
         self.manager.free(slot)
@@ -163,26 +168,108 @@ def test_new_blocks_of_several_rows_are_given_row_by_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        pytest.param("a block twice in one row", "holds a block twice", id="a block twice in one row"),
-        pytest.param("a foreign block", "holders counted", id="a foreign block"),
-        pytest.param("a lost block", "holders counted", id="a lost block"),
-        pytest.param("too much computed", "computed more tokens than its blocks hold", id="too much computed"),
-    ],
+    ("num_prompt_tokens", "num_shared"), [(1, 0), (15, 0), (16, 0), (17, 1), (32, 1), (33, 2), (40, 2)]
 )
-def test_integrity_check_names_a_damaged_block_table(damage: str, sentence: str) -> None:
+def test_a_fork_shares_all_blocks_but_that_of_the_last_prompt_token(
+    num_prompt_tokens: int, num_shared: int
+) -> None:
     cache = _Cache()
-    slot = cache.compute(range(40))
+    parent = cache.compute(range(60), num_tokens=num_prompt_tokens)
+    blocks = cache.table.blocks(parent)
+
+    hit = cache.manager.fork_of(parent, num_prompt_tokens)
+    child = cache.table.take(make_sequence(50, range(num_prompt_tokens)), expected_output_tokens=1)
+    copy = cache.manager.start(child, hit)
+
+    assert hit.num_tokens == num_prompt_tokens - 1
+    target = cache.table.blocks(child)[-1]
+    assert copy == BlockCopy(blocks[num_shared], target)
+    assert target not in blocks
+    assert cache.table.blocks(child) == [*blocks[:num_shared], target]
+    assert cache.manager.reference_counts(child) == [2] * num_shared + [1]
     assert cache.manager.check_integrity() == []
 
-    if damage == "a block twice in one row":
+
+def test_a_fork_outlives_its_parent() -> None:
+    cache = _Cache(num_blocks=4)
+    parent = cache.compute(range(40))
+    child = cache.table.take(make_sequence(50, range(40)), expected_output_tokens=1)
+    cache.manager.start(child, cache.manager.fork_of(parent, 40))
+
+    cache.finish(parent)
+
+    assert cache.manager.reference_counts(child) == [1, 1, 1]
+    assert cache.manager.num_available_blocks == 1
+    assert cache.manager.check_integrity() == []
+
+
+def test_steps_that_were_sent_since_commit_nothing() -> None:
+    cache = _Cache()
+    slot = cache.compute(range(64), num_tokens=0)
+    slots = np.array([slot])
+    cache.manager.allocate(slots, np.array([4]))
+    cache.table.num_computed_tokens[slot] = 64
+
+    committed = cache.manager.commit(slots, np.array([33]))
+
+    assert [len(hashes) for hashes in committed.values()] == [2]
+    assert cache.hit(range(64)) == 32
+
+
+def test_commits_are_told_once_by_handle() -> None:
+    cache = _Cache()
+    slot = cache.compute(range(64), num_tokens=20)
+    handle = int(cache.table.handles[slot])
+    slots = np.array([slot])
+    cache.manager.allocate(slots, np.array([2]))
+
+    first = cache.manager.commit(slots, np.array([50]))
+    second = cache.manager.commit(slots, np.array([63]))
+
+    assert {key: len(hashes) for key, hashes in first.items()} == {handle: 2}
+    assert second == {}
+
+
+def _damage(cache: _Cache, slot: int, kind: str) -> None:
+    if kind == "a block twice in one row":
         cache.table.block_table[slot, 2] = cache.table.block_table[slot, 1]
-    elif damage == "a foreign block":
+    elif kind == "a foreign block":
         cache.table.block_table[slot, 2] = 9
-    elif damage == "a lost block":
+    elif kind == "a lost block":
         cache.table.num_blocks[slot] = 2
     else:
         cache.table.num_computed_tokens[slot] = 49
 
-    assert any(sentence in fault for fault in cache.manager.check_integrity())
+
+_DAMAGES = {
+    "a block twice in one row": "holds a block twice",
+    "a foreign block": "holders counted",
+    "a lost block": "holders counted",
+    "too much computed": "computed more tokens than its blocks hold",
+}
+
+
+@pytest.mark.parametrize("kind", _DAMAGES)
+def test_integrity_check_names_a_damaged_block_table(kind: str) -> None:
+    cache = _Cache()
+    slot = cache.compute(range(40))
+    assert cache.manager.check_integrity() == []
+
+    _damage(cache, slot, kind)
+
+    assert any(_DAMAGES[kind] in fault for fault in cache.manager.check_integrity())
+
+
+@pytest.mark.parametrize("kind", _DAMAGES)
+def test_repair_leaves_a_pool_that_agrees_with_the_block_tables(kind: str) -> None:
+    cache = _Cache()
+    slot = cache.compute(range(40))
+    _damage(cache, slot, kind)
+
+    cache.manager.repair()
+
+    # What is wrong with the row itself goes when its sequence leaves it.
+    assert all(fault.startswith(f"slot {slot} ") for fault in cache.manager.check_integrity())
+    cache.finish(slot)
+    assert cache.manager.check_integrity() == []
+    assert cache.manager.num_available_blocks == 16

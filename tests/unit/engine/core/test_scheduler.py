@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,15 +12,18 @@ from libs.errors import (
     ContextLengthExceeded,
     DuplicateRequest,
     InternalError,
+    InvalidLogits,
     InvalidRequest,
     OctavoError,
     Overloaded,
     RequestNeverFits,
     WorkerLost,
 )
+from libs.kv import PrefixHash
+from libs.kv.block_pool import BlockPool
 from services.engine.core.request import Request
-from services.engine.core.scheduler import Scheduler, SchedulerConfig
-from services.engine.core.scheduler_output import StepResult
+from services.engine.core.scheduler import Admission, Scheduler, SchedulerConfig
+from services.engine.core.scheduler_output import SlotFailure, StepResult
 from tests.fakes.kv_worker import counting, greedy
 from tests.fakes.requests import make_request
 from tests.fakes.watched_scheduler import WatchedScheduler
@@ -237,7 +241,8 @@ def test_a_stream_that_is_gone_takes_all_of_its_requests_with_it() -> None:
 
 
 def _result(step_id: int, slots: list[int], token_ids: list[int], failed_slots: tuple[int, ...] = ()) -> StepResult:
-    return StepResult(step_id, np.array(slots, np.int64), np.array(token_ids, np.uint32), failed_slots, 0.001)
+    failures = tuple(SlotFailure(slot, InvalidLogits("The logits are not numbers.")) for slot in failed_slots)
+    return StepResult(step_id, np.array(slots, np.int64), np.array(token_ids, np.uint32), failures, 0.001)
 
 
 @pytest.mark.parametrize(
@@ -275,13 +280,22 @@ def test_everything_can_be_ended_after_a_wrong_result() -> None:
     assert list(scheduler.kv_cache.cached_hashes()) == []
 
 
-def test_a_second_step_waits_for_the_first_result() -> None:
-    scheduler = Scheduler(_CONFIG)
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_no_more_steps_are_sent_than_may_be_in_flight(max_steps_in_flight: int) -> None:
+    scheduler = Scheduler(replace(_CONFIG, max_steps_in_flight=max_steps_in_flight))
     scheduler.add(make_request("a", range(20)), 0.0)
-    scheduler.schedule(0.0)
-
-    with pytest.raises(AssertionError, match="has not been applied"):
+    for _ in range(max_steps_in_flight):
+        assert scheduler.can_schedule
         scheduler.schedule(0.0)
+
+    assert not scheduler.can_schedule
+    with pytest.raises(AssertionError, match=f"{max_steps_in_flight} steps are in flight already"):
+        scheduler.schedule(0.0)
+
+
+def test_an_answer_without_a_step_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="none is in flight"):
+        Scheduler(_CONFIG).apply(_result(1, [], []), 0.0)
 
 
 @pytest.mark.parametrize("step_id", [0, 2])
@@ -307,11 +321,166 @@ def test_no_block_of_a_sequence_with_invalid_logits_stays_cached() -> None:
     assert list(watched.scheduler.kv_cache.cached_hashes()) == []
 
 
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_the_token_that_failed_counts_neither_as_output_nor_as_discarded(max_steps_in_flight: int) -> None:
+    watched = _watched(max_steps_in_flight=max_steps_in_flight)
+    (handle,) = watched.add(make_request("a", range(20), max_output_tokens=9))
+    watched.fill_pipeline()
+    watched.apply()
+    watched.fill_pipeline()
+
+    watched.apply(lambda failing: failing == handle)
+
+    usage = watched.ends[handle].usage
+    assert usage.num_output_tokens == 1
+    assert usage.num_discarded_tokens == max_steps_in_flight - 1
+
+
+def test_a_failure_says_what_went_wrong() -> None:
+    scheduler = Scheduler(_CONFIG)
+    scheduler.add(make_request("a", range(20)), 0.0)
+    scheduler.schedule(0.0)
+    error = InvalidLogits("A special fault.")
+
+    events = scheduler.apply(
+        StepResult(1, np.empty(0, np.int64), np.empty(0, np.uint32), (SlotFailure(0, error),), 0.001), 1.0
+    )
+
+    assert [end.error for end in events.ends] == [error]
+
+
+# ---- steps in flight ----
+
+
+def test_the_answer_for_an_earlier_stay_in_a_slot_is_not_taken_for_the_present_one() -> None:
+    watched = _watched(num_blocks=4, max_steps_in_flight=2, admission=Admission.WATERMARK)
+    watched.add(make_request("first", range(30), max_output_tokens=1))
+    (victim,) = watched.add(make_request("victim", range(100, 132), max_output_tokens=4))
+    watched.schedule()
+    # The last token of the first is being sampled; the other one lacks a block and is preempted for nobody.
+    assert watched.schedule() is None
+    watched.abort("first")
+    watched.add(make_request("urgent", range(200, 210), max_output_tokens=2, priority=1))
+    again = watched.schedule()
+    assert again is not None
+    assert victim in again.admitted
+
+    events = watched.apply()
+
+    assert events.handles.tolist() == []
+    watched.check()
+    watched.run_until_idle()
+    assert watched.ends[victim].usage.num_output_tokens == 4
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_a_preempted_sequence_comes_back_when_there_is_room_for_its_next_token(max_steps_in_flight: int) -> None:
+    watched = _watched(num_blocks=5, max_steps_in_flight=max_steps_in_flight, admission=Admission.WATERMARK)
+    watched.add(make_request("a", range(30), max_output_tokens=12))
+    (victim,) = watched.add(make_request("b", range(100, 130), max_output_tokens=5))
+
+    watched.run_until_idle()
+
+    assert watched.ends[victim].usage.num_preemptions == 1
+
+
+def test_an_output_does_not_depend_on_the_number_of_steps_in_flight() -> None:
+    outputs = [
+        _run(_watched(max_steps_in_flight=number), make_request("a", range(50), max_output_tokens=40))
+        for number in (1, 2)
+    ]
+
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) == 40
+
+
+def test_an_end_token_costs_one_token_and_the_limit_none() -> None:
+    for stop_at, num_discarded in ((504, 1), (999, 0)):
+        watched = WatchedScheduler(replace(_CONFIG, max_steps_in_flight=2, eos_token_ids=(stop_at,)), counting(500))
+        (handle,) = watched.add(make_request("a", range(20), max_output_tokens=9))
+
+        watched.run_until_idle()
+
+        assert watched.ends[handle].usage.num_discarded_tokens == num_discarded
+
+
+def test_nothing_that_is_discarded_can_be_found() -> None:
+    watched = WatchedScheduler(replace(_CONFIG, max_steps_in_flight=2, eos_token_ids=(500,)), counting(500))
+    # The end token would fill the second block.
+    watched.add(make_request("a", range(31), max_output_tokens=9))
+
+    watched.run_until_idle()
+
+    assert len(dict(watched.scheduler.kv_cache.cached_hashes())) == 1
+
+
+# ---- repair ----
+
+
+_POOL_DAMAGES: dict[str, Callable[[BlockPool], None]] = {
+    "a holder too many": lambda pool: pool._ref_counts.__setitem__(0, 5),
+    "a lost holder": lambda pool: pool._ref_counts.__setitem__(0, 0),
+    "a wrong number of free blocks": lambda pool: setattr(pool, "_num_unheld", 99),
+    "a wrong number of evictable blocks": lambda pool: setattr(pool, "_num_evictable", 7),
+    "a queue that goes in a circle": lambda pool: pool._next.__setitem__(14, 14),
+    "a queue that holds a held block": lambda pool: pool._next.__setitem__(14, 0),
+    "a hash of another block": lambda pool: pool._hashes.__setitem__(0, PrefixHash(b"x" * 32)),
+    "a hash map that lost a block": lambda pool: pool._block_of.clear(),
+    "a wrong head": lambda pool: setattr(pool, "_head", 14),
+}
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+@pytest.mark.parametrize("kind", _POOL_DAMAGES)
+def test_an_audit_repairs_the_pool_and_everybody_ends_well(kind: str, max_steps_in_flight: int) -> None:
+    watched = _watched(max_steps_in_flight=max_steps_in_flight)
+    for number, prompt in enumerate((range(40), range(100, 140), range(40))):
+        watched.add(make_request(f"r{number}", prompt, max_output_tokens=12))
+    for _ in range(3):
+        watched.fill_pipeline()
+        watched.apply()
+    _POOL_DAMAGES[kind](watched.scheduler._manager._pool)
+
+    faults = watched.scheduler.audit()
+
+    assert faults
+    watched.check()
+    watched.run_until_idle()
+    assert {end.reason for end in watched.ends.values()} == {"length"}
+
+
+# ---- the page table ----
+
+
+def test_page_table_counts_the_tables_that_list_a_block() -> None:
+    watched = _watched()
+    watched.add(make_request("a", range(40), max_output_tokens=9, prior_outputs=[[], []]))
+    for _ in range(2):
+        watched.schedule()
+        watched.apply()
+
+    rows = watched.scheduler.page_table("a")
+
+    counts = {(row.handle, row.logical_token_index): row.reference_count for row in rows}
+    assert [counts[1, 0], counts[1, 31], counts[1, 32], counts[2, 0], counts[2, 32]] == [2, 2, 1, 2, 1]
+    assert len(rows) == 41 + 40
+
+
+def test_page_table_of_who_does_not_run_is_empty() -> None:
+    watched = _watched(max_num_seqs=1)
+    watched.add(make_request("a", range(20)))
+    watched.add(make_request("b", range(20)))
+    watched.schedule()
+
+    assert watched.scheduler.page_table("b") == ()
+    assert watched.scheduler.page_table("unknown") == ()
+
+
 # ---- counts ----
 
 
 def test_recomputing_after_a_preemption_does_not_count_as_cached() -> None:
-    watched = WatchedScheduler(replace(_CONFIG, num_blocks=6), counting(500))
+    watched = WatchedScheduler(replace(_CONFIG, num_blocks=6, admission=Admission.WATERMARK), counting(500))
     watched.add(make_request("a", range(30), max_output_tokens=24))
     (preempted,) = watched.add(make_request("b", range(100, 130), max_output_tokens=24))
 
@@ -333,7 +502,7 @@ def test_a_resumed_request_gets_the_tokens_that_it_would_have_got() -> None:
 
 
 def test_load_counts_what_waits_and_what_is_left_of_prompts() -> None:
-    watched = _watched()
+    watched = _watched(max_prefill_share=1.0)
     watched.add(make_request("a", range(20)))
     watched.add(make_request("b", range(100, 250)))
     watched.add(make_request("c", range(300, 310)))

@@ -1,0 +1,140 @@
+"""What a step may compute: decodes always, prompts as far as tokens, shares and the predicted time go."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from services.engine.core.step_cost import StepCostModel, StepWork
+from services.engine.core.token_budget import TokenBudget
+
+
+def _cost_model(per_step: float = 1e-3, per_token: float = 1e-4, per_pair: float = 0.0) -> StepCostModel:
+    """Return a model that has seen steps of this cost."""
+    model = StepCostModel()
+    for num_tokens, num_pairs in itertools.product((1, 7, 64, 200), (0, 300, 5_000, 40_000)):
+        work = StepWork(num_tokens, 0, num_pairs)
+        model.note(work, per_step + per_token * num_tokens + per_pair * num_pairs)
+    return model
+
+
+def _budget(
+    max_num_tokens: int = 64,
+    *,
+    max_share: float = 0.5,
+    target_seconds: float | None = None,
+    cost_model: StepCostModel | None = None,
+) -> TokenBudget:
+    return TokenBudget(
+        max_num_tokens,
+        min_chunk_tokens=16,
+        max_share=max_share,
+        target_seconds=target_seconds,
+        cost_model=cost_model or _cost_model(),
+    )
+
+
+def _grant(budget: TokenBudget, num_pending: int, *, num_computed: int = 0, has_rivals: bool = False) -> int:
+    return budget.grant_chunk(num_pending, num_computed_tokens=num_computed, has_rivals=has_rivals)
+
+
+def test_a_prompt_alone_gets_the_whole_step() -> None:
+    budget = _budget()
+
+    assert _grant(budget, 200) == 64
+    assert budget.num_tokens_left == 0
+    assert _grant(budget, 5) == 0
+
+
+def test_a_prompt_gets_no_more_than_it_needs() -> None:
+    budget = _budget()
+
+    assert _grant(budget, 10) == 10
+    assert budget.num_tokens_left == 54
+
+
+def test_decodes_come_first() -> None:
+    budget = _budget()
+
+    budget.take_decodes(60, 10_000)
+
+    assert _grant(budget, 200) == 4
+
+
+@pytest.mark.parametrize(("max_share", "granted"), [(1.0, 64), (0.5, 32), (0.3, 19), (0.1, 16)])
+def test_beside_rivals_a_prompt_gets_its_share_but_a_block_at_least(max_share: float, granted: int) -> None:
+    assert _grant(_budget(max_share=max_share), 200, has_rivals=True) == granted
+
+
+def test_a_share_never_exceeds_what_is_left() -> None:
+    budget = _budget()
+    budget.take_decodes(60, 0)
+
+    assert _grant(budget, 200, has_rivals=True) == 4
+
+
+def test_prompts_take_the_time_that_decodes_leave() -> None:
+    # 5 ms, less 1 ms for the step and 1 ms for ten decodes, are 30 tokens.
+    budget = _budget(target_seconds=0.005)
+    budget.take_decodes(10, 0)
+
+    granted = _grant(budget, 200)
+
+    assert granted in (29, 30)
+    # The second prompt finds no time left, and is no longer owed its block.
+    assert _grant(budget, 200) == 0
+
+
+def test_time_is_shared_by_several_prompts() -> None:
+    budget = _budget(target_seconds=0.005)
+    budget.take_decodes(10, 0)
+
+    grants = [_grant(budget, 12) for _ in range(4)]
+
+    assert grants[:2] == [12, 12]
+    assert grants[2] in (5, 6)
+    assert grants[3] == 0
+
+
+def test_context_that_was_computed_makes_tokens_dearer() -> None:
+    model = _cost_model(per_pair=1e-6)
+    grants = []
+    for num_computed in (0, 100, 1_000):
+        budget = _budget(target_seconds=0.006, cost_model=model)
+        budget.take_decodes(1, 0)
+        grants.append(_grant(budget, 200, num_computed=num_computed))
+
+    assert grants[0] > grants[1] > grants[2] >= 16
+
+
+@pytest.mark.parametrize("target_seconds", [1e-9, 0.001, 0.0012])
+def test_a_target_that_cannot_be_met_still_grants_a_block(target_seconds: float) -> None:
+    budget = _budget(target_seconds=target_seconds)
+    budget.take_decodes(1, 0)
+
+    assert _grant(budget, 200) == 16
+    assert _grant(budget, 200) == 0
+
+
+def test_the_target_binds_only_while_somebody_decodes() -> None:
+    budget = _budget(target_seconds=0.001)
+    budget.take_decodes(0, 0)
+
+    assert _grant(budget, 200) == 64
+
+
+def test_the_target_binds_only_once_the_model_is_fitted() -> None:
+    budget = _budget(target_seconds=0.001, cost_model=StepCostModel())
+    budget.take_decodes(1, 0)
+
+    assert _grant(budget, 200) == 63
+
+
+def test_grants_add_up_to_the_step() -> None:
+    budget = _budget(100, max_share=0.25)
+    budget.take_decodes(10, 0)
+
+    grants = [_grant(budget, 1_000, has_rivals=True) for _ in range(6)]
+
+    assert grants == [25, 25, 25, 15, 0, 0]
