@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := Makefile pyproject.toml $(wildcard requirements/*.txt)
 STAMP := $(VENV)/installed-$(shell cat $(SOURCES) | sha256sum | cut -c1-16)
 
-.PHONY: install up test test-slow check proto bench
+.PHONY: install up test test-slow check proto bench bench-scheduler bench-policies bench-batching
 
 install: $(STAMP)
 
@@ -41,4 +41,13 @@ proto: install
 	@$(BIN)/python scripts/generate_protos.py
 
 bench: install
-	@$(BIN)/python scripts/bench_smoke.py $(ARGS)
+	@$(BIN)/python -m scripts.bench_smoke $(ARGS)
+
+bench-scheduler: install
+	@$(BIN)/python -m scripts.bench_scheduler $(ARGS)
+
+bench-policies: install
+	@$(BIN)/python -m scripts.bench_policies $(ARGS)
+
+bench-batching: install
+	@$(BIN)/python -m scripts.bench_batching $(ARGS)

@@ -12,23 +12,15 @@ import asyncio
 import json
 import os
 import platform
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-_READY_TIMEOUT_SECONDS = 300.0
-_STOP_TIMEOUT_SECONDS = 120.0
+from scripts.octavo_under_test import cpu_model, cpu_seconds_by_process, running_octavo
+
 _REQUEST_TIMEOUT_SECONDS = 600.0
-_CLOCK_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +45,10 @@ def main() -> None:
     )
     parser.add_argument("--engines", type=int, default=1, help="replicas")
     options = parser.parse_args()
-    with _octavo(options.runner, options.engines) as state:
+    flags = ["--engines", str(options.engines), "--set", f"worker.runner={options.runner}"]
+    with running_octavo(flags) as state:
         result = asyncio.run(_measure(state, options))
     print(json.dumps(result))
-
-
-@contextmanager
-def _octavo(runner: str, num_engines: int) -> Iterator[dict[str, Any]]:
-    """Run ``octavo up``; gives what its run.json says once it is ready."""
-    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
-        data_dir = Path(folder) / "data"
-        command = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--data-dir", str(data_dir)]
-        command += ["--engines", str(num_engines), "--set", f"worker.runner={runner}"]
-        command += ["--set", "gateway.log_level=warning", "--set", "engine.log_level=warning"]
-        with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL) as process:
-            try:
-                yield _wait_until_ready(process, data_dir / "run.json")
-            finally:
-                process.terminate()
-                try:
-                    process.wait(_STOP_TIMEOUT_SECONDS)
-                except subprocess.TimeoutExpired:
-                    # Its processes end with it.
-                    process.kill()
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], run_file: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        if run_file.exists():
-            state: dict[str, Any] = json.loads(run_file.read_text())
-            if state["is_ready"]:
-                return state
-        time.sleep(0.1)
-    sys.exit("octavo up did not become ready.")
 
 
 async def _measure(state: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +59,7 @@ async def _measure(state: dict[str, Any], options: argparse.Namespace) -> dict[s
             model = (await response.json())["data"][0]["id"]
         await _stream(session, model, 0, options.max_tokens)
         numbers = iter(range(1, options.requests + 1))
-        cpu_before, started_at = _cpu_seconds(state), time.monotonic()
+        cpu_before, started_at = cpu_seconds_by_process(state), time.monotonic()
 
         async def client() -> list[Stream]:
             return [await _stream(session, model, number, options.max_tokens) for number in numbers]
@@ -105,12 +67,12 @@ async def _measure(state: dict[str, Any], options: argparse.Namespace) -> dict[s
         async with asyncio.TaskGroup() as tasks:
             clients = [tasks.create_task(client()) for _ in range(options.streams)]
         duration_seconds = time.monotonic() - started_at
-        cpu_after = _cpu_seconds(state)
+        cpu_after = cpu_seconds_by_process(state)
     streams = [stream for task in clients for stream in task.result()]
     return {
         "benchmark": "smoke",
         "options": vars(options),
-        "machine": {"cpu": _cpu_model(), "num_cores": os.cpu_count(), "python": platform.python_version()},
+        "machine": {"cpu": cpu_model(), "num_cores": os.cpu_count(), "python": platform.python_version()},
         "duration_seconds": round(duration_seconds, 3),
         "num_prompt_tokens": sum(stream.num_prompt_tokens for stream in streams),
         "num_completion_tokens": sum(stream.num_completion_tokens for stream in streams),
@@ -149,23 +111,6 @@ async def _stream(session: aiohttp.ClientSession, model: str, number: int, max_t
                 status = choice["finish_reason"] or status
     e2e_seconds = time.monotonic() - started_at
     return Stream(status, usage["prompt_tokens"], usage["completion_tokens"], ttft_seconds, e2e_seconds)
-
-
-def _cpu_seconds(state: dict[str, Any]) -> dict[str, float]:
-    """Return the processor time that each process has used so far."""
-    seconds: dict[str, float] = {}
-    for name, child in state["processes"].items():
-        # Fields 14 and 15 are utime and stime; the name before them may have spaces.
-        fields = Path(f"/proc/{child['pid']}/stat").read_text().rpartition(")")[2].split()
-        seconds[name] = (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_SECOND
-    return seconds
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":
