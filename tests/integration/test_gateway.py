@@ -681,7 +681,7 @@ async def strict_stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
     keys.write_text("sk-one:acme\nsk-two:globex\n")
     flags = (
         *("--api-keys-file", str(keys), "--max-concurrent-requests", "2"),
-        *("--sse-heartbeat-seconds", "0.1", "--request-timeout-seconds", "1.0"),
+        *("--sse-heartbeat-seconds", "0.1", "--request-timeout-seconds", "2.0"),
     )
     async with open_stand(folder / "data", *flags, with_router=False) as stand:
         yield stand
@@ -776,6 +776,8 @@ async def test_too_many_requests_at_once_are_refused_with_a_time_to_come_back(st
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
+    # Their places must be free again for whoever comes next.
+    await strict_stand.engine.wait_until(lambda: not strict_stand.engine.running_ids)
 
     assert refused == (503, "1")
 
