@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from services.engine.core.request import Request, SequenceEnd, StopCriteria
-from services.engine.core.scheduler import Admission, Batching, Layout, Scheduler, SchedulerConfig
+from services.engine.core.scheduler import Scheduler
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
 from services.engine.core.scheduler_output import SchedulerOutput, StepResult
 
 _EOS, _TOKEN_ID = 2, 77

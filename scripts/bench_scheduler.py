@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from services.engine.core.request import Request, StopCriteria
-from services.engine.core.scheduler import Admission, Scheduler, SchedulerConfig
+from services.engine.core.scheduler import Scheduler
+from services.engine.core.scheduler_config import Admission, SchedulerConfig
 from services.engine.core.scheduler_output import SchedulerOutput, StepResult
 
 _REPOSITORY = Path(__file__).resolve().parent.parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libs.config import setting
-from services.engine.core.scheduler import Admission, Batching, Layout
+from services.engine.core.scheduler_config import Admission, Batching, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

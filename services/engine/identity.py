@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from libs.kv import HashContract
-from services.engine.core.scheduler import SchedulerLoad
+from services.engine.core.scheduler_load import SchedulerLoad
 
 
 class EngineState(StrEnum):

@@ -28,7 +28,8 @@ from libs.obs.metrics import EngineMetrics
 from services.engine import wire
 from services.engine.config import EngineConfig
 from services.engine.core.request import Request, SequenceEnd
-from services.engine.core.scheduler import Scheduler, SchedulerConfig
+from services.engine.core.scheduler import Scheduler
+from services.engine.core.scheduler_config import SchedulerConfig
 from services.engine.core.scheduler_output import PageTableRow, SchedulerOutput, StepEvents, StepResult
 from services.engine.feed import EngineFeed, FeedEvent
 from services.engine.identity import EngineIdentity, EngineState, EngineStatus, LoadedModel

@@ -22,7 +22,7 @@ from libs.rpc import RpcStream, duration_from_seconds, error_from_status, make_c
 from libs.rpc import unary as call
 from services.engine.clients import WorkerClient
 from services.engine.config import EngineConfig
-from services.engine.core.scheduler import Admission
+from services.engine.core.scheduler_config import Admission
 from services.engine.feed import EngineFeed
 from services.engine.loop import EngineLoop
 from services.engine.registry_writer import RegistryWriter

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from libs.kv import PrefixHash
 from services.engine.core.output_forecast import OutputForecast
-from services.engine.core.scheduler import Admission, Batching, Layout, SchedulerConfig
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
 from services.engine.core.scheduler_output import NewSequence, SchedulerOutput
 from services.engine.core.step_cost import StepCostModel, StepWork
 

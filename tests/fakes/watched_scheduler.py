@@ -16,7 +16,8 @@ import numpy as np
 from libs.errors import DeadlineExceeded, InvalidLogits, OctavoError
 from libs.kv import PrefixHash, PrefixHasher
 from services.engine.core.request import FinishReason, Request, SequenceEnd
-from services.engine.core.scheduler import Scheduler, SchedulerConfig
+from services.engine.core.scheduler import Scheduler
+from services.engine.core.scheduler_config import SchedulerConfig
 from services.engine.core.scheduler_output import SchedulerOutput, StepEvents, StepResult
 from tests.fakes.kv_worker import Clock, FakeKVWorker, Row, Sampler, digests_of, extend_digest, with_failures
 from tests.fakes.scheduling_rules import Referee, Running

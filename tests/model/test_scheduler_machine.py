@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from libs.errors import DuplicateRequest, Overloaded, WorkerLost
 from services.engine.core.request import Request
-from services.engine.core.scheduler import Admission, Batching, Layout, SchedulerConfig
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
 from tests.fakes.kv_worker import greedy, step_times
 from tests.fakes.requests import make_request
 from tests.fakes.watched_scheduler import Life, WatchedScheduler

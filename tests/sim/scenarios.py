@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from libs.errors import WorkerLost
-from services.engine.core.scheduler import Admission, Batching, Layout
+from services.engine.core.scheduler_config import Admission, Batching, Layout
 from tests.fakes.kv_worker import step_times
 from tests.sim.transcript import Stage
 

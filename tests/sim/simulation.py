@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from libs.errors import Overloaded, WorkerLost
 from services.engine.core.request import Request, SequenceEnd
-from services.engine.core.scheduler import Admission, Batching, Layout, SchedulerConfig
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
 from tests.fakes.kv_worker import greedy, step_times
 from tests.fakes.requests import make_request
 from tests.fakes.watched_scheduler import WatchedScheduler

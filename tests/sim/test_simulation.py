@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.core.scheduler import Admission, Batching, Layout
+from services.engine.core.scheduler_config import Admission, Batching, Layout
 from tests.sim.simulation import Outcome, simulate
 
 _SEEDS = range(1, 201)

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from libs.errors import OctavoError
 from libs.kv.block_pool import BlockCounts
 from services.engine.core.request import SequenceEnd
-from services.engine.core.scheduler import Admission, Batching, Layout, SchedulerConfig
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
 from tests.fakes.kv_worker import Clock, counting
 from tests.fakes.requests import make_request
 from tests.fakes.watched_scheduler import Step, WatchedScheduler

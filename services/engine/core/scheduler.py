@@ -11,22 +11,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from libs.errors import (
-    ContextLengthExceeded,
     DeadlineExceeded,
     DuplicateRequest,
     InternalError,
-    InvalidRequest,
     OctavoError,
     Overloaded,
-    RequestNeverFits,
 )
 from services.engine.core.admission_rules import (
     AdmissionRule,
@@ -39,12 +32,14 @@ from services.engine.core.admission_rules import (
 from services.engine.core.block_layout import ContiguousLayout, PagedLayout
 from services.engine.core.deadlines import DeadlineQueue
 from services.engine.core.finish import FinishRules
-from services.engine.core.kv_cache_manager import BlockCopy, KVCacheManager, PrefixHit
+from services.engine.core.kv_cache_manager import KVCacheManager, PrefixHit
 from services.engine.core.output_forecast import OutputForecast
 from services.engine.core.preemption import choose_victim
 from services.engine.core.prefix_work import PrefixWork
 from services.engine.core.request import FinishReason, Request, Sequence, SequenceEnd
 from services.engine.core.request_queue import RequestQueue
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
+from services.engine.core.scheduler_load import KVUsage, SchedulerLoad
 from services.engine.core.scheduler_output import (
     NewSequence,
     PageTableRow,
@@ -54,100 +49,11 @@ from services.engine.core.scheduler_output import (
 )
 from services.engine.core.sequence_table import SequenceTable, Slots
 from services.engine.core.step_cost import StepCostModel, StepWork
+from services.engine.core.step_plan import Counts, StepPlan
+from services.engine.core.submission_rules import refuse_unservable
 from services.engine.core.token_budget import TokenBudget
 
-Counts: TypeAlias = npt.NDArray[np.int64]
-
 _NO_BLOCKS = np.empty(0, np.int32)
-
-
-class Batching(StrEnum):
-    """How sequences join those that run."""
-
-    CONTINUOUS = "continuous"
-    STATIC = "static"
-
-
-class Layout(StrEnum):
-    """How blocks are given to a sequence."""
-
-    PAGED = "paged"
-    CONTIGUOUS = "contiguous"
-
-
-class Admission(StrEnum):
-    """What must fit before a request joins those that run."""
-
-    PREDICTED_PEAK = "predicted_peak"
-    WATERMARK = "watermark"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits and policies of the core. Tokens, sequences and blocks are counts.
-
-    ``aging_seconds`` is the head start that one level of priority gives; zero serves in order of arrival.
-    ``target_itl_seconds`` bounds the predicted time of a step while somebody decodes. ``max_steps_in_flight`` of 2
-    lets a step be sent while the one before it is computed. Static batching and the contiguous layout are baselines
-    for measurements.
-    """
-
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_waiting_sequences: int
-    eos_token_ids: tuple[int, ...]
-    enable_prefix_caching: bool = True
-    watermark_fraction: float = 0.01
-    aging_seconds: float = 30.0
-    target_itl_seconds: float | None = None
-    max_prefill_share: float = 0.5
-    max_steps_in_flight: int = 1
-    admission: Admission = Admission.PREDICTED_PEAK
-    batching: Batching = Batching.CONTINUOUS
-    layout: Layout = Layout.PAGED
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLoad:
-    """How busy the core is."""
-
-    num_running: int
-    num_waiting: int
-    num_pending_prefill_tokens: int
-    num_available_blocks: int
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class KVUsage:
-    """Token slots in the block tables of running sequences, and how many hold a computed token."""
-
-    num_allocated_tokens: int
-    num_computed_tokens: int
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What a pass has decided so far: parallel lists of arrays, joined at the end."""
-
-    budget: TokenBudget
-    slots: list[Slots] = field(default_factory=list)
-    num_tokens: list[Counts] = field(default_factory=list)
-    num_new_blocks: list[Counts] = field(default_factory=list)
-    new_block_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    new_sequences: list[NewSequence] = field(default_factory=list)
-    block_copies: list[BlockCopy] = field(default_factory=list)
-
-    def add(
-        self, slots: Slots, num_tokens: Counts, num_new_blocks: Counts, new_block_ids: npt.NDArray[np.int32]
-    ) -> None:
-        self.slots.append(slots)
-        self.num_tokens.append(num_tokens)
-        self.num_new_blocks.append(num_new_blocks)
-        self.new_block_ids.append(new_block_ids)
 
 
 class Scheduler:
@@ -295,7 +201,14 @@ class Scheduler:
             InvalidRequest, ContextLengthExceeded, RequestNeverFits, DuplicateRequest: it can never be served.
             Overloaded: too many wait.
         """
-        self._refuse_unservable(request)
+        refuse_unservable(request, self.config, self._manager.num_blocks_for)
+        if request.request_id in self._sequences:
+            raise DuplicateRequest(f"The request id {request.request_id} is in use.")
+        if len(self._queue) + len(request.choices) > self.config.max_waiting_sequences:
+            raise Overloaded(
+                f"{len(self._queue)} sequences wait already, which is the limit. Please try again later.",
+                retry_after_seconds=1.0,
+            )
         choices = [
             Sequence(
                 request=request,
@@ -362,7 +275,7 @@ class Scheduler:
         The caller asks only while ``can_schedule``.
         """
         assert self.can_schedule, f"{len(self._in_flight)} steps are in flight already"
-        plan = _Plan(
+        plan = StepPlan(
             TokenBudget(
                 self.config.max_num_batched_tokens,
                 min_chunk_tokens=self.config.block_size,
@@ -417,7 +330,7 @@ class Scheduler:
 
     # ---- parts of schedule ----
 
-    def _schedule_running(self, plan: _Plan) -> bool:
+    def _schedule_running(self, plan: StepPlan) -> bool:
         """Give running sequences their tokens and blocks; returns whether one had to be preempted."""
         table = self._table
         was_preempted = False
@@ -456,7 +369,7 @@ class Scheduler:
         pending[table.num_tokens[slots] >= table.max_num_tokens[slots]] -= 1
         return pending
 
-    def _continue_prompt(self, plan: _Plan, slot: int, *, has_rivals: bool) -> bool:
+    def _continue_prompt(self, plan: StepPlan, slot: int, *, has_rivals: bool) -> bool:
         """Give a prompt its next chunk; returns whether a sequence had to give up its blocks for it."""
         table, slots = self._table, np.array([slot])
         if table.sequences[slot] is None:
@@ -481,7 +394,7 @@ class Scheduler:
         plan.add(slots, np.array([num_tokens]), missing, self._manager.allocate(slots, missing))
         return was_preempted
 
-    def _admit_waiting(self, plan: _Plan, now: float) -> None:
+    def _admit_waiting(self, plan: StepPlan, now: float) -> None:
         """Let the first in line join while there is budget, a slot, and no rule against it."""
         for rule in self._admission_rules:
             rule.begin_pass()
@@ -527,7 +440,7 @@ class Scheduler:
         return hit
 
     def _start(
-        self, plan: _Plan, sequence: Sequence, hit: PrefixHit, num_tokens: int, expected: int, now: float
+        self, plan: StepPlan, sequence: Sequence, hit: PrefixHit, num_tokens: int, expected: int, now: float
     ) -> None:
         slot = self._table.take(sequence, expected_output_tokens=expected)
         copy = self._manager.start(slot, hit)
@@ -555,7 +468,7 @@ class Scheduler:
             )
         )
 
-    def _seal(self, plan: _Plan) -> SchedulerOutput:
+    def _seal(self, plan: StepPlan) -> SchedulerOutput:
         """Turn the plan into a step and count its tokens as computed."""
         table = self._table
         slots, num_tokens = np.concatenate(plan.slots), np.concatenate(plan.num_tokens)
@@ -676,47 +589,6 @@ class Scheduler:
         self._ended_slots.append(slot)
         for prefix_hash in self._prefix_work.leave(sequence.handle):
             self._queue.wake(prefix_hash)
-
-    # ---- parts of add ----
-
-    def _refuse_unservable(self, request: Request) -> None:
-        config, criteria = self.config, request.stop_criteria
-        num_prompt_tokens = len(request.prompt_token_ids)
-        num_prior = max((len(choice) for choice in request.choices), default=0)
-        if not num_prompt_tokens:
-            raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt_token_ids")
-        if not request.choices:
-            raise InvalidRequest("The request asks for no choices; ask for at least one.", param="choices")
-        if criteria.max_output_tokens <= num_prior:
-            raise InvalidRequest(
-                f"max_output_tokens is {criteria.max_output_tokens} and {num_prior} tokens were emitted already.",
-                param="max_output_tokens",
-            )
-        max_num_tokens = num_prompt_tokens + criteria.max_output_tokens
-        if max_num_tokens > config.max_model_len:
-            raise ContextLengthExceeded.of(
-                num_prompt_tokens=num_prompt_tokens,
-                max_output_tokens=criteria.max_output_tokens,
-                max_model_len=config.max_model_len,
-            )
-        if self._manager.num_blocks_for(max_num_tokens) > config.num_blocks:
-            raise RequestNeverFits(
-                f"The request may grow to {max_num_tokens} tokens, but the KV cache holds "
-                f"{config.num_blocks * config.block_size}. Shorten the prompt or lower the output limit."
-            )
-        if request.request_id in self._sequences:
-            raise DuplicateRequest(f"The request id {request.request_id} is in use.")
-        if len(request.choices) > config.max_waiting_sequences:
-            raise InvalidRequest(
-                f"The request asks for {len(request.choices)} choices; this engine takes "
-                f"{config.max_waiting_sequences} at most.",
-                param="choices",
-            )
-        if len(self._queue) + len(request.choices) > config.max_waiting_sequences:
-            raise Overloaded(
-                f"{len(self._queue)} sequences wait already, which is the limit. Please try again later.",
-                retry_after_seconds=1.0,
-            )
 
 
 def _prompt_of(sequence: Sequence) -> tuple[str, int]:

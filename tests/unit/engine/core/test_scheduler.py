@@ -22,7 +22,8 @@ from libs.errors import (
 from libs.kv import PrefixHash
 from libs.kv.block_pool import BlockPool
 from services.engine.core.request import Request
-from services.engine.core.scheduler import Admission, Scheduler, SchedulerConfig
+from services.engine.core.scheduler import Scheduler
+from services.engine.core.scheduler_config import Admission, SchedulerConfig
 from services.engine.core.scheduler_output import SlotFailure, StepResult
 from tests.fakes.kv_worker import counting, greedy
 from tests.fakes.requests import make_request
