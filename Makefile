@@ -7,9 +7,11 @@ BIN := $(VENV)/bin
 SOURCES := Makefile pyproject.toml $(wildcard requirements/*.txt)
 STAMP := $(VENV)/installed-$(shell cat $(SOURCES) | sha256sum | cut -c1-16)
 
-.PHONY: install up test test-slow check proto bench bench-scheduler bench-policies bench-batching
+.PHONY: install up test test-slow check proto bench bench-scheduler bench-policies bench-batching bench-worker
 
+# The kernels are compiled again when their sources change; without a compiler this says so and workers use torch.
 install: $(STAMP)
+	@$(BIN)/python -m services.worker.kernels.cpu.build
 
 $(STAMP):
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -51,3 +53,6 @@ bench-policies: install
 
 bench-batching: install
 	@$(BIN)/python -m scripts.bench_batching $(ARGS)
+
+bench-worker: install
+	@GOMP_SPINCOUNT=0 $(BIN)/python -m scripts.bench_worker $(ARGS)

@@ -33,6 +33,14 @@ class RunnerKind(StrEnum):
     STUB = "stub"
 
 
+class KernelChoice(StrEnum):
+    """Which code computes the forward pass."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    TORCH = "torch"
+
+
 class WeightsType(StrEnum):
     """Number format of weights, activations and KV cache."""
 
@@ -55,6 +63,11 @@ class WorkerConfig:
     )
     dtype: WeightsType = setting(
         WeightsType.BFLOAT16, "Number format of weights, activations and KV cache: bfloat16 or float32."
+    )
+    kernels: KernelChoice = setting(
+        KernelChoice.AUTO,
+        "What computes the forward pass: native, the compiled kernels, which serve bfloat16 alone; torch, which is "
+        "slower and serves float32 as well; or auto, native where it is built and can serve, otherwise torch.",
     )
     num_threads: int = setting(0, "Threads of the forward pass; 0 takes all cores.", unit="threads")
     kv_cache_memory: str = setting(

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from libs.errors import InternalError, ModelLoadFailed
 from libs.text import load_model_text, resolve_model_path
 from services.worker.config import WeightsType, WorkerConfig, parse_size
+from services.worker.forward_pass import ForwardPass, load_forward_pass
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
-from services.worker.kv_cache import CacheBudget, KVCache, measure_memory, plan_kv_cache
-from services.worker.layers.attention import StepLayout
-from services.worker.layers.threads import OperatorThreads
+from services.worker.kv_cache import CacheBudget, KVCache, KVCachePlan, measure_memory, plan_kv_cache
 from services.worker.logits_processors import TokenHistory
-from services.worker.models.llama import ForwardBatch, LlamaModel
 from services.worker.sampler import Sampler
 from services.worker.step import (
     FailedSequence,
@@ -71,9 +68,16 @@ class TorchRunner:
             source, self._dtype, lambda done, total: on_progress(LoadProgress("reading weights", done, total))
         )
         with torch.inference_mode():
-            model = LlamaModel(source.config, reader, self._dtype, OperatorThreads(self._config.num_threads_used))
+            model = load_forward_pass(
+                self._config.kernels,
+                source.config,
+                reader,
+                dtype=self._dtype,
+                block_size=request.block_size,
+                num_threads=self._config.num_threads_used,
+            )
             on_progress(LoadProgress("allocating the KV cache", reader.total_bytes, reader.total_bytes))
-            cache = self._allocate_cache(request, source.config)
+            cache = model.make_cache(self._plan_cache(request, source.config))
         limits = BatchLimits(
             max_num_seqs=request.max_num_seqs,
             max_model_len=_max_model_len(request, min(text.max_model_len, source.config.max_position)),
@@ -126,9 +130,9 @@ class TorchRunner:
             duration_seconds=time.perf_counter() - started,
         )
 
-    def _allocate_cache(self, request: LoadRequest, config: ModelConfig) -> KVCache:
+    def _plan_cache(self, request: LoadRequest, config: ModelConfig) -> KVCachePlan:
         # Weights and all that reading them took are in memory now, so what is free is what the cache can have.
-        plan = plan_kv_cache(
+        return plan_kv_cache(
             config,
             block_size=request.block_size,
             dtype=self._dtype,
@@ -140,14 +144,13 @@ class TorchRunner:
             memory=measure_memory(),
             reserved_bytes=_step_bytes(request, config, self._dtype),
         )
-        return KVCache(config, plan, self._dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loaded:
     """What exists from loading on."""
 
-    model: LlamaModel
+    model: ForwardPass
     cache: KVCache
     batch: InputBatch
     sampler: Sampler
@@ -158,14 +161,14 @@ class _Loaded:
 
     def compute(self, batch: FlatBatch) -> SampledTokens:
         """Run the forward pass and choose a token for each sequence whose last known token was computed."""
-        hidden = self.model.forward(self._forward_batch(batch), self.cache)
-        is_finite = _is_finite_by_sequence(hidden, batch)
+        forwarded = self.model.run(batch)
+        is_finite = forwarded.is_finite
         failed = [] if is_finite.all() else self._fail_sequences(batch, ~is_finite)
         is_sampled = batch.is_sampled & is_finite
         slots = batch.slots[is_sampled]
         token_ids = np.empty(0, dtype=np.int64)
         if len(slots):
-            logits = self.model.logits(hidden[torch.from_numpy(batch.last_rows[is_sampled])])
+            logits = forwarded.logits(is_sampled)
             rows = self.sampler.sample(logits, slots, self.batch.num_output_tokens(slots), self._histories(slots))
             failed += [
                 self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
@@ -174,20 +177,6 @@ class _Loaded:
             slots, token_ids = slots[rows.is_valid], rows.token_ids[rows.is_valid]
         self.batch.commit(batch, slots, token_ids)
         return SampledTokens(slots, token_ids, tuple(failed))
-
-    def _forward_batch(self, batch: FlatBatch) -> ForwardBatch:
-        return ForwardBatch(
-            token_ids=torch.from_numpy(batch.token_ids),
-            positions=torch.from_numpy(batch.positions),
-            slot_mapping=torch.from_numpy(batch.slot_mapping),
-            layout=StepLayout(
-                first_rows=batch.first_rows,
-                num_queries=batch.num_queries,
-                context_lens=batch.context_lens,
-                block_tables=batch.block_tables,
-                block_size=self.cache.plan.block_size,
-            ),
-        )
 
     def _histories(self, slots: NDArray[np.int64]) -> dict[int, TokenHistory]:
         return {
@@ -204,14 +193,6 @@ class _Loaded:
             self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
             for slot in batch.slots[is_failed].tolist()
         ]
-
-
-def _is_finite_by_sequence(hidden: Tensor, batch: FlatBatch) -> NDArray[np.bool_]:
-    # A sum is finite only if all its terms are. Looking at every row, not only at those that are sampled, finds a
-    # fault in the step in which it is written to the cache.
-    is_finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32)).numpy()
-    by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite, batch.first_rows)
-    return by_sequence
 
 
 def _require_memory_for_weights(config: ModelConfig, dtype: torch.dtype) -> None:

@@ -1,0 +1,138 @@
+"""The forward pass as a runner sees it: a flat batch in, logits out.
+
+Owns that interface, the one by torch, and the choice between it and native code. It must not know sampling or where
+a batch came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libs.errors import ModelLoadFailed
+from libs.obs import get_logger
+from services.worker.config import KernelChoice
+from services.worker.input_batch import FlatBatch
+from services.worker.kernels.cpu.extension import load_extension
+from services.worker.kernels.cpu.forward_pass import NativeForwardPass, reason_against
+from services.worker.kv_cache import KVCache, KVCachePlan
+from services.worker.layers.attention import StepLayout
+from services.worker.layers.threads import OperatorThreads
+from services.worker.models.llama import ForwardBatch, LlamaModel
+from services.worker.weights import ModelConfig, WeightReader
+
+_log = get_logger("forward_pass")
+
+
+class Forwarded(Protocol):
+    """What a forward pass gives."""
+
+    @property
+    def is_finite(self) -> NDArray[np.bool_]:
+        """Whether all of a sequence's results are numbers, ``[num_seqs]``."""
+        ...
+
+    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
+        """Return the logits of the last rows of some of the batch's sampled sequences.
+
+        ``is_chosen`` ``[num_seqs]`` names them. The result is ``[num_chosen, vocab_size]`` in fp32 and stays valid
+        until the next step.
+        """
+        ...
+
+
+class ForwardPass(Protocol):
+    """A loaded model."""
+
+    def make_cache(self, plan: KVCachePlan) -> KVCache:
+        """Allocate the KV cache in the layout of this pass and use it from now on."""
+        ...
+
+    def run(self, batch: FlatBatch) -> Forwarded:
+        """Compute all tokens of the batch, writing their keys and values."""
+        ...
+
+
+def load_forward_pass(
+    choice: KernelChoice,
+    config: ModelConfig,
+    reader: WeightReader,
+    *,
+    dtype: torch.dtype,
+    block_size: int,
+    num_threads: int,
+) -> ForwardPass:
+    """Load the weights into the pass that ``choice`` names, or into the fastest one that can serve them.
+
+    Raises:
+        ModelLoadFailed: when native code is demanded and cannot serve this.
+    """
+    extension = None if choice is KernelChoice.TORCH else load_extension()
+    if choice is not KernelChoice.TORCH:
+        reason = reason_against(extension, config, dtype=dtype, block_size=block_size)
+        if reason is None and extension is not None:
+            return NativeForwardPass(extension, config, reader, block_size=block_size, num_threads=num_threads)
+        if choice is KernelChoice.NATIVE:
+            raise ModelLoadFailed(f"The native kernels are asked for, but {reason}; leave --kernels at auto.")
+        _log.warning("computing with torch, which is several times slower", reason=reason)
+    return TorchForwardPass(config, reader, dtype, OperatorThreads(num_threads))
+
+
+class TorchForwardPass:
+    """The pass by torch: the reference for native code, and what serves where there is none."""
+
+    def __init__(
+        self, config: ModelConfig, reader: WeightReader, dtype: torch.dtype, threads: OperatorThreads
+    ) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._model = LlamaModel(config, reader, dtype, threads)
+        self._cache: KVCache | None = None
+
+    def make_cache(self, plan: KVCachePlan) -> KVCache:
+        """Allocate the KV cache."""
+        self._cache = KVCache(self._config, plan, self._dtype)
+        return self._cache
+
+    def run(self, batch: FlatBatch) -> Forwarded:
+        """Compute all tokens of the batch."""
+        assert self._cache is not None, "a batch came before the KV cache was made"
+        hidden = self._model.forward(
+            ForwardBatch(
+                token_ids=torch.from_numpy(batch.token_ids),
+                positions=torch.from_numpy(batch.positions),
+                slot_mapping=torch.from_numpy(batch.slot_mapping),
+                layout=StepLayout(
+                    first_rows=batch.first_rows,
+                    num_queries=batch.num_queries,
+                    context_lens=batch.context_lens,
+                    block_tables=batch.block_tables,
+                    block_size=self._cache.plan.block_size,
+                ),
+            ),
+            self._cache,
+        )
+        return _TorchForwarded(self._model, hidden, batch)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TorchForwarded:
+    model: LlamaModel
+    hidden: Tensor  # [num_tokens, hidden_size]
+    batch: FlatBatch
+
+    @property
+    def is_finite(self) -> NDArray[np.bool_]:
+        # A sum is finite only if all its terms are. Looking at every row, not only at those that are sampled, finds
+        # a fault in the step in which it is written to the cache.
+        is_finite = torch.isfinite(self.hidden.sum(-1, dtype=torch.float32)).numpy()
+        by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite, self.batch.first_rows)
+        return by_sequence
+
+    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
+        return self.model.logits(self.hidden[torch.from_numpy(self.batch.last_rows[is_chosen])])

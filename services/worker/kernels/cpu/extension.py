@@ -1,0 +1,131 @@
+"""The compiled extension as Python sees it.
+
+Owns finding and loading it and the types of its calls. It must not know what a model's tensors are named.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.kernels.cpu.build import built_file
+
+Bfloat16Bits = NDArray[np.uint16]  # bfloat16 values as their bits: numpy has no such type
+FloatVector = NDArray[np.float32]
+Int64Vector = NDArray[np.int64]
+
+_MODULE_NAME = "services.worker.kernels.cpu._native"
+
+
+class NativeModel(Protocol):
+    """A model's packed weights, its threads and the memory of its steps."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        ...
+
+    @property
+    def kernels(self) -> str:
+        """Name of the instruction set in use."""
+        ...
+
+    def set_embedding(self, weight: Bfloat16Bits) -> None:
+        """Pack the embedding ``[vocab_size, hidden_size]``."""
+        ...
+
+    def add_attention(
+        self,
+        norm: FloatVector,
+        query: Bfloat16Bits,
+        key: Bfloat16Bits,
+        value: Bfloat16Bits,
+        output: Bfloat16Bits,
+    ) -> None:
+        """Append an attention with rotary positions."""
+        ...
+
+    def add_feed_forward(self, norm: FloatVector, gate: Bfloat16Bits, up: Bfloat16Bits, down: Bfloat16Bits) -> None:
+        """Append a gated feed-forward."""
+        ...
+
+    def set_head(self, norm: FloatVector, weight: Bfloat16Bits | None) -> None:
+        """Set the final norm and the head; without a weight the head is the embedding."""
+        ...
+
+    def bind_cache(self, layers: Sequence[Bfloat16Bits]) -> None:
+        """Use this memory, ``[num_blocks, values of a block]`` for each attention, as the KV cache."""
+        ...
+
+    def forward(
+        self,
+        *,
+        token_ids: Int64Vector,
+        positions: Int64Vector,
+        slot_mapping: Int64Vector,
+        num_queries: Int64Vector,
+        block_tables: NDArray[np.int32],
+        sampled_rows: Int64Vector,
+        logits: NDArray[np.float32],
+        is_finite: NDArray[np.uint8],
+    ) -> None:
+        """Compute a step into ``logits`` (a row for each sampled row) and ``is_finite`` (one for each token)."""
+        ...
+
+    def read_bandwidth(self, num_bytes: int, num_rounds: int) -> float:
+        """Measure how many bytes a second all threads read; the best of several rounds."""
+        ...
+
+    def multiply_rate(self, num_rounds: int) -> float:
+        """Measure how many bfloat16 operations a second all threads do; the best of several rounds."""
+        ...
+
+
+class NativeModelFactory(Protocol):
+    """The constructor of ``NativeModel``."""
+
+    def __call__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        vocab_size: int,
+        block_size: int,
+        rms_norm_eps: float,
+        frequencies: FloatVector,
+        num_threads: int,
+        kernels: str,
+    ) -> NativeModel:
+        """Make a model without weights; an empty ``kernels`` chooses the fastest that this processor has."""
+        ...
+
+
+class Extension(Protocol):
+    """The module."""
+
+    NativeModel: NativeModelFactory
+
+    def supported_kernels(self) -> list[str]:
+        """Return the names of the instruction sets that this processor can run, the fastest first."""
+        ...
+
+
+@cache
+def load_extension() -> Extension | None:
+    """Return the extension, or None when it is not built from the sources as they are."""
+    path = built_file()
+    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path) if path.exists() else None
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[_MODULE_NAME] = module
+    return cast(Extension, module)  # The module's functions are native; their types are what is said above.

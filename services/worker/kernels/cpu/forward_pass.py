@@ -1,0 +1,179 @@
+"""A model in native code: its description turned into a plan, and a step as one call.
+
+Owns handing over weights and arrays. It must not know how the kernels compute or how tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libs.obs import get_logger
+from services.worker.input_batch import FlatBatch
+from services.worker.kernels.cpu.cache import TILE_TOKENS, TiledKVCache
+from services.worker.kernels.cpu.extension import Bfloat16Bits, Extension, FloatVector, NativeModel
+from services.worker.kv_cache import KVCache, KVCachePlan
+from services.worker.layers.rotary import rotary_frequencies
+from services.worker.models.description import Attention, FeedForward, describe_llama
+from services.worker.weights import ModelConfig, WeightReader
+
+_log = get_logger("native_kernels")
+
+_HEAD_MULTIPLE = 32
+
+
+def reason_against(
+    extension: Extension | None, config: ModelConfig, *, dtype: torch.dtype, block_size: int
+) -> str | None:
+    """Say why native code cannot serve this model here, or None when it can."""
+    if dtype is not torch.bfloat16:
+        return "they compute in bfloat16 only"
+    if config.head_dim % _HEAD_MULTIPLE:
+        return f"heads of {config.head_dim} values are no multiple of {_HEAD_MULTIPLE}"
+    if block_size % TILE_TOKENS:
+        return f"blocks of {block_size} tokens are no multiple of {TILE_TOKENS}"
+    if extension is None:
+        return "they are not built; run python -m services.worker.kernels.cpu.build"
+    return None
+
+
+class NativeForwardPass:
+    """The forward pass of one model, in one native call a step."""
+
+    def __init__(
+        self,
+        extension: Extension,
+        config: ModelConfig,
+        reader: WeightReader,
+        *,
+        block_size: int,
+        num_threads: int,
+        kernels: str = "",
+    ) -> None:
+        self._config = config
+        self._model = _load(
+            extension, config, reader, block_size=block_size, num_threads=num_threads, kernels=kernels
+        )
+        # Kept from step to step: to touch new memory costs more than to fill it.
+        self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+        _log.info(
+            "native kernels ready",
+            kernels=self._model.kernels,
+            num_threads=num_threads,
+            weight_bytes=self._model.weight_bytes,
+        )
+
+    @property
+    def native_model(self) -> NativeModel:
+        """The native side, for probes of the machine."""
+        return self._model
+
+    def make_cache(self, plan: KVCachePlan) -> KVCache:
+        """Allocate the KV cache in the kernels' layout and use it from now on."""
+        cache = TiledKVCache(self._config, plan)
+        self._model.bind_cache(cache.native_layers())
+        # The native model keeps addresses only.
+        self._cache = cache
+        return cache
+
+    def run(self, batch: FlatBatch) -> NativeForwarded:
+        """Compute all tokens of the batch."""
+        is_finite = np.empty(len(batch.token_ids), dtype=np.uint8)
+        sampled_rows = batch.last_rows[batch.is_sampled]
+        if len(self._logits) < len(sampled_rows):
+            self._logits = np.empty((len(sampled_rows), self._config.vocab_size), dtype=np.float32)
+        logits = self._logits[: len(sampled_rows)]
+        self._model.forward(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            num_queries=batch.num_queries,
+            block_tables=np.ascontiguousarray(batch.block_tables),
+            sampled_rows=sampled_rows,
+            logits=logits,
+            is_finite=is_finite,
+        )
+        by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite.view(np.bool_), batch.first_rows)
+        return NativeForwarded(is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeForwarded:
+    """What a step gave."""
+
+    is_finite: NDArray[np.bool_]  # [num_seqs]
+    is_sampled: NDArray[np.bool_]  # [num_seqs]
+    sampled_logits: NDArray[np.float32]  # [number of sampled sequences, vocab_size]
+
+    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
+        """Return the logits of some of the sampled sequences."""
+        chosen = is_chosen[self.is_sampled]
+        return torch.from_numpy(self.sampled_logits if chosen.all() else self.sampled_logits[chosen])
+
+
+def _load(
+    extension: Extension,
+    config: ModelConfig,
+    reader: WeightReader,
+    *,
+    block_size: int,
+    num_threads: int,
+    kernels: str,
+) -> NativeModel:
+    """Turn the model's description into a plan, packing each weight as it is read."""
+    model = extension.NativeModel(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        block_size=block_size,
+        rms_norm_eps=config.rms_norm_eps,
+        frequencies=rotary_frequencies(config).numpy(),
+        num_threads=num_threads,
+        kernels=kernels,
+    )
+    size = config.hidden_size
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    description = describe_llama(config)
+
+    def matrix(name: str, num_rows: int, num_columns: int) -> Bfloat16Bits:
+        return _bits_of(reader.read(name, num_rows, num_columns))
+
+    def vector(name: str) -> FloatVector:
+        return reader.read(name, size).float().numpy()
+
+    model.set_embedding(matrix(description.embedding, config.vocab_size, size))
+    for operation in description.operations:
+        match operation:
+            case Attention():
+                model.add_attention(
+                    vector(operation.norm),
+                    matrix(operation.query, query_size, size),
+                    matrix(operation.key, kv_size, size),
+                    matrix(operation.value, kv_size, size),
+                    matrix(operation.output, size, query_size),
+                )
+            case FeedForward():
+                inner = config.intermediate_size
+                model.add_feed_forward(
+                    vector(operation.norm),
+                    matrix(operation.gate, inner, size),
+                    matrix(operation.up, inner, size),
+                    matrix(operation.down, size, inner),
+                )
+    head = None if description.head is None else matrix(description.head, config.vocab_size, size)
+    model.set_head(vector(description.final_norm), head)
+    for name in description.unused:
+        reader.skip(name)
+    reader.finish()
+    return model
+
+
+def _bits_of(tensor: Tensor) -> Bfloat16Bits:
+    bits: Bfloat16Bits = tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return bits

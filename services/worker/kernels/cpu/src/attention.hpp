@@ -1,0 +1,226 @@
+// Attention over the paged cache.
+//
+// Owns scores, the softmax and the sums of values for the queries of one tile. It must not know where keys come from.
+#pragma once
+
+#include "plan.hpp"
+#include "products.hpp"
+#include "simd.hpp"
+
+namespace octavo {
+namespace {
+
+constexpr int kChunkTokens = kChunkTiles * kTileTokens;
+
+// With few queries attention waits for keys and values, so that fetching them early pays.
+constexpr bool is_bound_by_memory(int rows) { return rows <= 6; }
+
+// The queries of one tile that share a KV head: rows are [query][head of the group].
+class TileAttention {
+   public:
+    TileAttention(const Step& step, const Operation& operation, const QueryTile& queries, int kv_head, char* scratch)
+        : shape_(step.model->shape),
+          queries_(queries),
+          group_size_(shape_.num_heads / shape_.num_kv_heads),
+          num_rows_(queries.num_queries * group_size_),
+          num_tiles_(queries.first_position / kTileTokens + 1),
+          table_(step.batch->block_tables + (ptrdiff_t)queries.sequence * step.batch->max_blocks),
+          cache_(operation.cache + (ptrdiff_t)kv_head * 2 * kTileTokens * shape_.head_dim),
+          first_head_(((ptrdiff_t)queries.first_row * shape_.num_heads + kv_head * group_size_) * shape_.head_dim) {
+        const int max_rows = kTileTokens * group_size_;
+        scores_ = (float*)scratch;
+        sums_ = scores_ + (ptrdiff_t)max_rows * kChunkTokens;
+        maxima_ = sums_ + (ptrdiff_t)max_rows * shape_.head_dim;
+        totals_ = maxima_ + max_rows;
+        corrections_ = totals_ + max_rows;
+        weights_ = (bf16*)(corrections_ + max_rows);
+        rows_ = weights_ + (ptrdiff_t)max_rows * kChunkTokens;
+    }
+
+    // `next`, if there is one, is what this thread will attend to afterwards.
+    void run(const bf16* queries, bf16* attended, const TileAttention* next) {
+        next_ = next;
+        copy_queries(queries);
+        for (int first = 0; first < num_tiles_; first += kChunkTiles) {
+            const Range tiles = {first, at_most(first + kChunkTiles, num_tiles_)};
+            score(tiles);
+            for (int row = 0; row < num_rows_; ++row) weigh(row, tiles);
+            add_values(tiles);
+        }
+        write(attended);
+    }
+
+   private:
+    OCTAVO_INLINE const bf16* tile(int index) const {
+        const int tiles_per_block = shape_.block_size / kTileTokens;
+        const ptrdiff_t number =
+            (ptrdiff_t)table_[index / tiles_per_block] * tiles_per_block + index % tiles_per_block;
+        return cache_ + number * shape_.num_kv_heads * 2 * kTileTokens * shape_.head_dim;
+    }
+
+    // From the values of a tile to the keys that will be read a chunk later, of these queries or of the next ones.
+    OCTAVO_INLINE ptrdiff_t distance_to_next_keys(int index) const {
+        const bf16* keys = nullptr;
+        if (index + kChunkTiles < num_tiles_)
+            keys = tile(index + kChunkTiles);
+        else if (next_ && index % kChunkTiles < next_->num_tiles_)
+            keys = next_->tile(index % kChunkTiles);
+        return keys ? (const char*)keys - (const char*)(tile(index) + kTileTokens * shape_.head_dim) : 0;
+    }
+
+    void copy_queries(const bf16* queries) {
+        const int row_values = group_size_ * shape_.head_dim;
+        for (int query = 0; query < queries_.num_queries; ++query)
+            __builtin_memcpy(rows_ + query * row_values,
+                             queries + first_head_ + (ptrdiff_t)query * shape_.num_heads * shape_.head_dim,
+                             row_values * sizeof(bf16));
+    }
+
+    template <int ROWS, int TILES>
+    OCTAVO_INLINE void score_tiles(int first_row, Range tiles) {
+        Vec sums[ROWS * TILES];
+        const char* columns[TILES];
+        // Beyond the last tile its scores are computed again; nobody reads them.
+        for (int j = 0; j < TILES; ++j) columns[j] = (const char*)tile(at_most(tiles.first + j, tiles.end - 1));
+        // While keys are scored the values beside them are fetched.
+        constexpr bool kPrefetch = is_bound_by_memory(ROWS);
+        products<ROWS, TILES, kPrefetch>(sums, rows_ + first_row * shape_.head_dim, shape_.head_dim, columns, 64,
+                                         shape_.head_dim / 2, kTileTokens * shape_.head_dim * (int)sizeof(bf16));
+        float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
+        for (int i = 0; i < ROWS; ++i)
+            for (int j = 0; j < TILES; ++j) store(to + i * kChunkTokens + j * kTileTokens, sums[i * TILES + j]);
+    }
+
+    void score(Range tiles) {
+        for_each_tile(num_rows_, [&](int first_row, auto size) __attribute__((always_inline)) {
+            constexpr int kRows = decltype(size)::value, kTiles = columns_at_once(kRows);
+            for (int index = tiles.first; index < tiles.end; index += kTiles)
+                score_tiles<kRows, kTiles>(first_row, {index, tiles.end});
+        });
+    }
+
+    // Lanes below `count` of `values`, `other` elsewhere.
+    static OCTAVO_INLINE Vec first_lanes(Vec values, int count, Vec other) {
+        alignas(64) static const int32_t kIndices[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        OCTAVO_PARTS((load_as<Ints>(kIndices + i * kPartLanes) < Ints{} + count) ? values.part[i] : other.part[i]);
+    }
+
+    // Turns a row's scores into weights relative to the largest score so far.
+    void weigh(int row, Range tiles) {
+        const int position = queries_.first_position + row / group_size_;
+        const int limit = at_most(kChunkTokens, position + 1 - tiles.first * kTileTokens);
+        const int num_tokens = (tiles.end - tiles.first) * kTileTokens;
+        const float* scores = scores_ + (ptrdiff_t)row * kChunkTokens;
+        bf16* weights = weights_ + (ptrdiff_t)row * kChunkTokens;
+        const Vec lowest = splat(-3e38f);
+        Vec largest = lowest;
+        for (int i = 0; i < num_tokens; i += kLanes)
+            largest = max(first_lanes(load(scores + i), limit - i, lowest), largest);
+        // Scores are scaled here and not in the queries, which are rounded.
+        const float scale = 1.44269504f / __builtin_sqrtf((float)shape_.head_dim);
+        const bool is_first = tiles.first == 0;
+        const float scaled = max_of(largest) * scale, before = maxima_[row];
+        const float maximum = is_first || scaled > before ? scaled : before;
+        Vec total = zero();
+        for (int i = 0; i < num_tokens; i += kLanes) {
+            const Vec weight = exp2_of(load(scores + i) * splat(scale) - splat(maximum));
+            const Vec kept = first_lanes(weight, limit - i, zero());
+            total = total + kept;
+            store_bf16(weights + i, kept);
+        }
+        const float correction = is_first ? 0.0f : first_of(exp2_of(splat(before - maximum)));
+        maxima_[row] = maximum;
+        corrections_[row] = correction;
+        totals_[row] = (is_first ? 0.0f : totals_[row] * correction) + sum_of(total);
+    }
+
+    static OCTAVO_INLINE float first_of(Vec v) { return v.part[0][0]; }
+
+    template <int ROWS, int COLUMNS>
+    __attribute__((noinline)) void add_columns(Range tiles, int first_row, int first_column) {
+        Vec sums[ROWS][COLUMNS];
+        unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
+            constexpr int i = decltype(row)::value;
+            unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
+                constexpr int j = decltype(column)::value;
+                sums[i][j] = tiles.first == 0 ? zero()
+                                              : load(sum_at(first_row + i, first_column + j * kLanes)) *
+                                                    splat(corrections_[first_row + i]);
+            });
+        });
+        for (int index = tiles.first; index < tiles.end; ++index) {
+            const bf16* values = tile(index) + kTileTokens * shape_.head_dim + 2 * first_column;
+            const char* columns[COLUMNS];
+            unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
+                columns[decltype(column)::value] = (const char*)values + decltype(column)::value * 64;
+            });
+            accumulate<ROWS, COLUMNS, is_bound_by_memory(ROWS)>(
+                sums, weights_ + (ptrdiff_t)first_row * kChunkTokens + (index - tiles.first) * kTileTokens,
+                kChunkTokens, columns, shape_.head_dim * 4, kTileTokens / 2, distance_to_next_keys(index));
+        }
+        unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
+            constexpr int i = decltype(row)::value;
+            unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
+                constexpr int j = decltype(column)::value;
+                store(sum_at(first_row + i, first_column + j * kLanes), sums[i][j]);
+            });
+        });
+    }
+
+    OCTAVO_INLINE float* sum_at(int row, int column) { return sums_ + (ptrdiff_t)row * shape_.head_dim + column; }
+
+    void add_values(Range tiles) {
+        for_each_tile(num_rows_, [&](int first_row, auto size) __attribute__((always_inline)) {
+            constexpr int kRows = decltype(size)::value;
+            constexpr int kColumns = !kIsWide ? 1 : kRows <= 3 ? 4 : 2, kLast = at_most(kColumns, 2);
+            int column = 0;
+            for (; column + kColumns * kLanes <= shape_.head_dim; column += kColumns * kLanes)
+                add_columns<kRows, kColumns>(tiles, first_row, column);
+            for (; column < shape_.head_dim; column += kLast * kLanes)
+                add_columns<kRows, kLast>(tiles, first_row, column);
+        });
+    }
+
+    void write(bf16* attended) {
+        for (int row = 0; row < num_rows_; ++row) {
+            const ptrdiff_t query = row / group_size_, head = row % group_size_;
+            bf16* to = attended + first_head_ + (query * shape_.num_heads + head) * shape_.head_dim;
+            const Vec scale = splat(1.0f / totals_[row]);
+            for (int i = 0; i < shape_.head_dim; i += kLanes) store_bf16(to + i, load(sum_at(row, i)) * scale);
+        }
+    }
+
+    const Shape& shape_;
+    const QueryTile& queries_;
+    const int group_size_, num_rows_, num_tiles_;
+    const int32_t* table_;
+    const bf16* cache_;
+    const ptrdiff_t first_head_;  // of the tile's first query, in a row of all heads
+    float *scores_, *sums_, *maxima_, *totals_, *corrections_;
+    bf16 *weights_, *rows_;
+    const TileAttention* next_ = nullptr;
+};
+
+void attend(const Step& step, int phase, int thread, const Operation& operation) {
+    const int num_kv_heads = step.model->shape.num_kv_heads;
+    const Workspace& work = *step.workspace;
+    char* scratch = work.scratch + thread * work.scratch_stride;
+    const int num_items = step.batch->num_tiles * num_kv_heads;
+    const auto attention_of = [&](int item) {
+        return TileAttention(step, operation, step.batch->tiles[item / num_kv_heads], item % num_kv_heads, scratch);
+    };
+    for (int item = step.team->next_item(phase); item < num_items;) {
+        const int next_item = step.team->next_item(phase);
+        TileAttention attention = attention_of(item);
+        if (next_item < num_items) {
+            const TileAttention next = attention_of(next_item);
+            attention.run(work.queries, work.attended, &next);
+        } else {
+            attention.run(work.queries, work.attended, nullptr);
+        }
+        item = next_item;
+    }
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,109 @@
+// A model that owns its packed weights, its threads and the memory of its steps.
+//
+// Owns packing, checks of what is handed over, and the division of a batch into tiles of queries. It must not know
+// Python.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plan.hpp"
+#include "pool.hpp"
+
+namespace octavo {
+
+// Memory aligned for vectors, in huge pages where the system has them.
+class Buffer {
+   public:
+    Buffer() = default;
+    explicit Buffer(size_t num_bytes);
+
+    // Makes room for `num_bytes`; what was there is lost if there was too little.
+    void reserve(size_t num_bytes);
+    template <class T>
+    T* as() const {
+        return static_cast<T*>(memory_.get());
+    }
+
+   private:
+    struct Free {
+        void operator()(void* memory) const;
+    };
+    std::unique_ptr<void, Free> memory_;
+    size_t num_bytes_ = 0;
+};
+
+// Rows of a weight [num_rows][num_columns] in bfloat16.
+struct Matrix {
+    const bf16* data;
+    int64_t num_rows;
+    int64_t num_columns;
+};
+
+struct Values {
+    const float* data;
+    int64_t count;
+};
+
+// The arrays of a step as they are handed over.
+struct StepArrays {
+    int64_t num_tokens;
+    const int64_t* token_ids;
+    const int64_t* positions;
+    const int64_t* slot_mapping;
+    int64_t num_sequences;
+    const int64_t* num_queries;
+    const int32_t* block_tables;
+    int64_t max_blocks;
+    int64_t num_sampled_rows;
+    const int64_t* sampled_rows;
+    float* logits;
+    uint8_t* is_finite;
+};
+
+// Returns what this processor can run, the fastest first.
+std::vector<const Kernels*> supported_kernels();
+
+class NativeModel {
+   public:
+    NativeModel(const Shape& shape, Values frequencies, int num_threads, const std::string& kernels);
+
+    void set_embedding(Matrix weight);
+    void add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output);
+    void add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down);
+    void set_head(Values norm, const Matrix* weight);  // without a weight the head is the embedding
+    // Takes the cache of each attention in turn; the memory must outlive the model's steps.
+    void bind_cache(const std::vector<bf16*>& layers, int64_t num_blocks);
+
+    void run(const StepArrays& arrays);
+
+    double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
+    double multiply_rate(int num_rounds);                     // operations a second
+
+    const Shape& shape() const { return model_.shape; }
+    size_t weight_bytes() const { return weight_bytes_; }
+    const char* kernels() const { return kernels_.name; }
+
+   private:
+    Panels make_panels(int64_t num_columns, int64_t num_inputs);
+    const float* keep(Values values, int64_t count, int64_t padded);
+    void check_step(const StepArrays& arrays) const;
+    void make_tiles(const StepArrays& arrays);
+    void reserve(int64_t num_tokens);
+
+    Model model_{};
+    const Kernels& kernels_;
+    const int num_threads_;
+    std::vector<Operation> operations_;
+    std::vector<Buffer> weights_;
+    size_t weight_bytes_ = 0;
+    int max_inner_ = 0;
+    int64_t num_blocks_ = 0;
+    std::unique_ptr<Pool> pool_;
+    std::vector<QueryTile> tiles_;
+    Workspace workspace_{};
+    Buffer hidden_, normed_, queries_, attended_, inner_, rotation_, scratch_;
+};
+
+}  // namespace octavo

@@ -1,0 +1,126 @@
+// What a step consists of: a model as a list of operations over packed weights, a batch, and memory to work in.
+//
+// Owns the plain structures that all units share. They hold no code that a unit could compile for its own processor.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace octavo {
+
+using bf16 = uint16_t;
+
+constexpr int kPanelColumns = 32;
+constexpr int kTileTokens = 16;  // tokens of the KV cache that are scored together
+constexpr int kChunkTiles = 16;  // tiles between two corrections of the softmax
+
+// A weight in panels of 32 columns: [num_panels][num_pairs][32][2], so that a pair of inputs of sixteen columns is
+// one vector.
+struct Panels {
+    const bf16* data;
+    int num_panels;
+    int num_pairs;
+};
+
+enum class OperationKind { kAttention, kFeedForward };
+
+struct Operation {
+    OperationKind kind;
+    const float* norm;
+    Panels first;   // attention: queries, keys and values; feed-forward: gates and ups, sixteen of each to a panel
+    Panels second;  // back into the residual stream
+    // Attention: [num_blocks][block_size / 16][num_kv_heads] tiles of keys [head_dim / 2][16][2] and then values
+    // [8][head_dim][2].
+    bf16* cache;
+};
+
+struct Shape {
+    int hidden_size;
+    int hidden_stride;  // padded to whole panels; the padding holds zeros
+    int num_heads;
+    int num_kv_heads;
+    int head_dim;
+    int vocab_size;
+    int block_size;
+    float rms_norm_eps;
+};
+
+struct Model {
+    Shape shape;
+    const Operation* operations;
+    int num_operations;
+    Panels embedding;
+    const float* final_norm;
+    Panels head;
+    const float* frequencies;  // [head_dim / 2]
+};
+
+// Queries of one sequence that lie in one tile of positions, so that all see the same number of tiles.
+struct QueryTile {
+    int sequence;
+    int first_row;
+    int num_queries;
+    int first_position;
+};
+
+struct Batch {
+    int num_tokens;
+    const int64_t* token_ids;
+    const int64_t* positions;
+    const int64_t* slot_mapping;
+    const int32_t* block_tables;  // [num_sequences][max_blocks]
+    int max_blocks;
+    const QueryTile* tiles;
+    int num_tiles;
+    const int64_t* sampled_rows;
+    int num_sampled_rows;
+    float* logits;        // [num_sampled_rows][vocab_size]
+    uint8_t* is_finite;   // [num_tokens]
+};
+
+struct Workspace {
+    float* hidden;     // [num_tokens][hidden_stride]: the residual stream
+    bf16* normed;      // [num_tokens][hidden_stride]
+    bf16* queries;     // [num_tokens][num_heads * head_dim]
+    bf16* attended;    // the same
+    bf16* inner;       // [num_tokens][inner stride of the operation]
+    float* rotation;   // [num_tokens][2][head_dim / 2]: cosines and sines
+    char* scratch;     // [num_threads][scratch_stride]
+    size_t scratch_stride;
+};
+
+// Threads that run a step together.
+class Team {
+   public:
+    virtual ~Team() = default;
+    virtual int num_threads() const = 0;
+    // Returns when all threads have come here.
+    virtual void barrier() = 0;
+    // Returns the next of the numbers 0, 1, …; the count of `phase` is for one step.
+    virtual int next_item(int phase) = 0;
+};
+
+struct Step {
+    const Model* model;
+    const Batch* batch;
+    const Workspace* workspace;
+    Team* team;
+};
+
+// What one instruction set offers.
+struct Kernels {
+    const char* name;
+    void (*run_step)(const Step& step, int thread);
+    // Reads memory once; the sum keeps the compiler from leaving the reads out.
+    float (*read_memory)(const char* from, size_t num_bytes);
+    // Multiplies pairs of bfloat16 values without touching memory; returns how many operations that were.
+    double (*multiply_in_registers)(int num_rounds, float* sink);
+};
+
+const Kernels& portable_kernels();
+#if defined(OCTAVO_X86)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#endif
+
+}  // namespace octavo

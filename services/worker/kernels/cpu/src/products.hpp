@@ -1,0 +1,103 @@
+// Products of rows with packed weights, divided among threads.
+//
+// Owns which thread computes what, in which order, and how weights are fetched. It must not know what a weight is for.
+#pragma once
+
+#include "plan.hpp"
+#include "simd.hpp"
+
+namespace octavo {
+namespace {
+
+// Rows whose inputs stay in the second-level cache while panels go by.
+constexpr int kChunkRows = 192;
+constexpr int kChunkPanels = 4;
+
+struct Range {
+    int first, end;
+};
+
+constexpr int at_most(int value, int limit) { return value < limit ? value : limit; }
+
+OCTAVO_INLINE Range share_of(int count, int thread, int num_threads) {
+    return {(int)((int64_t)count * thread / num_threads), (int)((int64_t)count * (thread + 1) / num_threads)};
+}
+
+// Computes ROWS rows of NUM_PANELS adjacent panels and hands each row's 32 columns on as two vectors.
+template <int ROWS, int NUM_PANELS, bool PREFETCH, class Epilogue>
+OCTAVO_INLINE void multiply_tile(const Panels& weight, int panel, const bf16* inputs, int stride, int first_row,
+                                 Epilogue& epilogue, ptrdiff_t prefetch_distance) {
+    const ptrdiff_t panel_bytes = (ptrdiff_t)weight.num_pairs * 128;
+    const char* base = (const char*)weight.data + panel * panel_bytes;
+    const bf16* rows = inputs + (ptrdiff_t)first_row * stride;
+    Vec sums[2 * ROWS * NUM_PANELS];
+    if constexpr (kIsWide) {
+        const char* columns[2 * NUM_PANELS];
+        for (int j = 0; j < 2 * NUM_PANELS; ++j) columns[j] = base + (j / 2) * panel_bytes + (j % 2) * 64;
+        products<ROWS, 2 * NUM_PANELS, PREFETCH>(sums, rows, stride, columns, 128, weight.num_pairs,
+                                                 prefetch_distance);
+    } else {
+        Vec halves[2][ROWS];
+        for (int half = 0; half < 2; ++half)
+            products<ROWS, 1, PREFETCH>(halves[half], rows, stride, {base + half * 64}, 128, weight.num_pairs,
+                                        prefetch_distance);
+        for (int i = 0; i < 2 * ROWS; ++i) sums[i] = halves[i % 2][i / 2];
+    }
+    for (int i = 0; i < ROWS; ++i)
+        for (int p = 0; p < NUM_PANELS; ++p)
+            epilogue(first_row + i, panel + p, sums[2 * (i * NUM_PANELS + p)], sums[2 * (i * NUM_PANELS + p) + 1]);
+}
+
+// A few rows: the weight is read once from memory, which is what takes the time.
+template <class Epilogue>
+OCTAVO_INLINE void multiply_few_rows(const Panels& weight, Range panels, const bf16* inputs, int stride,
+                                     int num_rows, Epilogue& epilogue) {
+    with_rows_up_to<kMaxRows>(num_rows, [&](auto size) __attribute__((always_inline)) {
+        constexpr int kRows = decltype(size)::value;
+        constexpr int kPanels = kIsWide ? columns_at_once(kRows) / 2 : 1;
+        const ptrdiff_t ahead = kRows == 1 ? 2048 : (ptrdiff_t)weight.num_pairs * 128 * kPanels;
+        int panel = panels.first;
+        for (; panel + kPanels <= panels.end; panel += kPanels)
+            multiply_tile<kRows, kPanels, true>(weight, panel, inputs, stride, 0, epilogue, ahead);
+        for (; panel < panels.end; ++panel)
+            multiply_tile<kRows, 1, true>(weight, panel, inputs, stride, 0, epilogue, ahead);
+    });
+}
+
+template <class Epilogue>
+OCTAVO_INLINE void multiply_rows(const Panels& weight, Range panels, const bf16* inputs, int stride, Range rows,
+                                 Epilogue& epilogue) {
+    const ptrdiff_t panel_bytes = (ptrdiff_t)weight.num_pairs * 128;
+    for (int panel = panels.first; panel < panels.end; ++panel)
+        for_each_tile(rows.end - rows.first, [&](int first, auto size) __attribute__((always_inline)) {
+            constexpr int kRows = decltype(size)::value;
+            if (first == 0)
+                multiply_tile<kRows, 1, true>(weight, panel, inputs, stride, rows.first, epilogue, panel_bytes);
+            else
+                multiply_tile<kRows, 1, false>(weight, panel, inputs, stride, rows.first + first, epilogue, 0);
+        });
+}
+
+// Maps num_rows rows; `epilogue(row, panel, left, right)` takes what comes out.
+template <class Epilogue>
+void multiply(const Step& step, int phase, int thread, const Panels& weight, const bf16* inputs, int stride,
+              int num_rows, Epilogue epilogue) {
+    if (num_rows <= kChunkRows) {
+        const Range panels = share_of(weight.num_panels, thread, step.team->num_threads());
+        if (num_rows <= kMaxRows)
+            multiply_few_rows(weight, panels, inputs, stride, num_rows, epilogue);
+        else
+            multiply_rows(weight, panels, inputs, stride, {0, num_rows}, epilogue);
+        return;
+    }
+    const int num_chunks = (num_rows + kChunkRows - 1) / kChunkRows;
+    const int num_groups = (weight.num_panels + kChunkPanels - 1) / kChunkPanels;
+    for (int item; (item = step.team->next_item(phase)) < num_chunks * num_groups;) {
+        const int group = item % num_groups;
+        const Range panels = {group * kChunkPanels, at_most((group + 1) * kChunkPanels, weight.num_panels)};
+        multiply_rows(weight, panels, inputs, stride, share_of(num_rows, item / num_groups, num_chunks), epilogue);
+    }
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,271 @@
+// One step of a model: embedding, attention and feed-forward operations, and the head.
+//
+// Owns the order of the computation and how it is divided among threads. It must not know sampling or where a batch
+// came from. Each row's result is a fixed sequence of operations that depends on nothing but its sequence's tokens:
+// sums over inputs run in the order of the inputs, attention runs over tiles of sixteen positions and corrects its
+// softmax every sixteen tiles, both counted from the sequence's first token.
+#pragma once
+
+#include "attention.hpp"
+#include "plan.hpp"
+#include "products.hpp"
+#include "simd.hpp"
+
+extern "C" {
+float cosf(float);
+float sinf(float);
+}
+
+namespace octavo {
+namespace {
+
+// ---- Rows ----------------------------------------------------------------------------------------------------------
+
+void embed_row(const Model& model, int64_t token_id, float* hidden) {
+    const Panels& table = model.embedding;
+    const bf16* from = table.data +
+                       (token_id / kPanelColumns * table.num_pairs * kPanelColumns + token_id % kPanelColumns) * 2;
+    for (int pair = 0; pair < table.num_pairs; ++pair) {
+        const uint32_t bits = load_as<uint32_t>(from + (ptrdiff_t)pair * kPanelColumns * 2);
+        hidden[2 * pair] = bit_cast<float>(bits << 16);
+        hidden[2 * pair + 1] = bit_cast<float>(bits & 0xffff0000u);
+    }
+}
+
+void rotation_of(const Model& model, int64_t position, float* cosines) {
+    const int half = model.shape.head_dim / 2;
+    for (int i = 0; i < half; ++i) {
+        const float angle = (float)position * model.frequencies[i];
+        cosines[i] = cosf(angle);
+        cosines[half + i] = sinf(angle);
+    }
+}
+
+void norm_row(const Shape& shape, const float* hidden, const float* weight, bf16* normed) {
+    Vec squares = zero();
+    for (int i = 0; i < shape.hidden_stride; i += kLanes) {
+        const Vec values = load(hidden + i);
+        squares = fma(values, values, squares);
+    }
+    const float mean = sum_of(squares) / (float)shape.hidden_size;
+    const Vec scale = splat(1.0f / __builtin_sqrtf(mean + shape.rms_norm_eps));
+    for (int i = 0; i < shape.hidden_stride; i += kLanes)
+        store_bf16(normed + i, load(hidden + i) * scale * load(weight + i));
+}
+
+void norm_rows(const Step& step, int thread, const float* weight) {
+    const Shape& shape = step.model->shape;
+    const Range rows = share_of(step.batch->num_tokens, thread, step.team->num_threads());
+    for (int row = rows.first; row < rows.end; ++row) {
+        const ptrdiff_t offset = (ptrdiff_t)row * shape.hidden_stride;
+        norm_row(shape, step.workspace->hidden + offset, weight, step.workspace->normed + offset);
+    }
+}
+
+// ---- Epilogues -----------------------------------------------------------------------------------------------------
+
+// Rotates queries and keys, keeps queries for the step and writes keys and values into the cache.
+struct WriteHeads {
+    const Step& step;
+    bf16* cache;
+
+    OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
+        const Shape& shape = step.model->shape;
+        const int panels_per_head = shape.head_dim / kPanelColumns, half = shape.head_dim / 2;
+        const int head = panel / panels_per_head, part = panel % panels_per_head;
+        if (head >= shape.num_heads + shape.num_kv_heads) {
+            write_values(row, head - shape.num_heads - shape.num_kv_heads, part * kPanelColumns, left, right);
+            return;
+        }
+        const float* cosines = step.workspace->rotation + (ptrdiff_t)row * shape.head_dim + part * kLanes;
+        const Vec cosine = load(cosines), sine = load(cosines + half);
+        const Vec low = left * cosine - right * sine, high = right * cosine + left * sine;
+        const int first = part * kLanes;
+        if (head < shape.num_heads) {
+            bf16* query = step.workspace->queries + ((ptrdiff_t)row * shape.num_heads + head) * shape.head_dim;
+            store_bf16(query + first, low);
+            store_bf16(query + half + first, high);
+        } else {
+            write_keys(row, head - shape.num_heads, first, low);
+            write_keys(row, head - shape.num_heads, half + first, high);
+        }
+    }
+
+    OCTAVO_INLINE bf16* tile(int64_t slot, int kv_head) const {
+        const Shape& shape = step.model->shape;
+        return cache + (slot / kTileTokens * shape.num_kv_heads + kv_head) * 2 * kTileTokens * shape.head_dim;
+    }
+
+    OCTAVO_INLINE void write_keys(int row, int kv_head, int first, Vec keys) const {
+        const int64_t slot = step.batch->slot_mapping[row];
+        bf16* to = tile(slot, kv_head) + first * kTileTokens + slot % kTileTokens * 2;
+        alignas(64) bf16 rounded[kLanes];
+        store_bf16(rounded, keys);
+        for (int i = 0; i < kLanes; i += 2) __builtin_memcpy(to + i * kTileTokens, rounded + i, 4);
+    }
+
+    OCTAVO_INLINE void write_values(int row, int kv_head, int first, Vec left, Vec right) const {
+        const int64_t slot = step.batch->slot_mapping[row];
+        const int head_dim = step.model->shape.head_dim, token = (int)(slot % kTileTokens);
+        bf16* to = tile(slot, kv_head) + kTileTokens * head_dim + (token / 2 * head_dim + first) * 2 + token % 2;
+        alignas(64) bf16 rounded[2 * kLanes];
+        store_bf16(rounded, left);
+        store_bf16(rounded + kLanes, right);
+        for (int i = 0; i < 2 * kLanes; ++i) to[2 * i] = rounded[i];
+    }
+};
+
+struct AddToHidden {
+    float* hidden;
+    int stride;
+
+    OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
+        float* to = hidden + (ptrdiff_t)row * stride + panel * kPanelColumns;
+        store(to, load(to) + left);
+        store(to + kLanes, load(to + kLanes) + right);
+    }
+};
+
+struct WriteGated {
+    bf16* inner;
+    int stride;
+
+    OCTAVO_INLINE void operator()(int row, int panel, Vec gate, Vec up) const {
+        store_bf16(inner + (ptrdiff_t)row * stride + panel * kLanes, silu(gate) * up);
+    }
+};
+
+struct WriteLogits {
+    float* logits;
+    int vocab_size;
+
+    OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
+        const int first = panel * kPanelColumns, count = at_most(vocab_size - first, kPanelColumns);
+        float* to = logits + (ptrdiff_t)row * vocab_size + first;
+        if (count == kPanelColumns) {
+            store(to, left);
+            store(to + kLanes, right);
+            return;
+        }
+        alignas(64) float columns[kPanelColumns];
+        store(columns, left);
+        store(columns + kLanes, right);
+        for (int i = 0; i < count; ++i) to[i] = columns[i];
+    }
+};
+
+// ---- The step ------------------------------------------------------------------------------------------------------
+
+void begin_rows(const Step& step, int thread) {
+    const Model& model = *step.model;
+    const Range rows = share_of(step.batch->num_tokens, thread, step.team->num_threads());
+    for (int row = rows.first; row < rows.end; ++row) {
+        embed_row(model, step.batch->token_ids[row],
+                  step.workspace->hidden + (ptrdiff_t)row * model.shape.hidden_stride);
+        rotation_of(model, step.batch->positions[row],
+                    step.workspace->rotation + (ptrdiff_t)row * model.shape.head_dim);
+    }
+}
+
+void run_operation(const Step& step, int index, int thread) {
+    const Operation& operation = step.model->operations[index];
+    const Shape& shape = step.model->shape;
+    const Workspace& work = *step.workspace;
+    const int phase = 3 * index, num_tokens = step.batch->num_tokens;
+    const AddToHidden add{work.hidden, shape.hidden_stride};
+    norm_rows(step, thread, operation.norm);
+    step.team->barrier();
+    if (operation.kind == OperationKind::kAttention) {
+        multiply(step, phase, thread, operation.first, work.normed, shape.hidden_stride, num_tokens,
+                 WriteHeads{step, operation.cache});
+        step.team->barrier();
+        attend(step, phase + 1, thread, operation);
+        step.team->barrier();
+        multiply(step, phase + 2, thread, operation.second, work.attended, shape.num_heads * shape.head_dim,
+                 num_tokens, add);
+    } else {
+        const int inner_stride = 2 * operation.second.num_pairs;
+        multiply(step, phase, thread, operation.first, work.normed, shape.hidden_stride, num_tokens,
+                 WriteGated{work.inner, inner_stride});
+        step.team->barrier();
+        multiply(step, phase + 2, thread, operation.second, work.inner, inner_stride, num_tokens, add);
+    }
+    step.team->barrier();
+}
+
+// Looking at every row, not only at those that are sampled, finds a fault in the step in which it is cached.
+void end_rows(const Step& step, int thread) {
+    const Shape& shape = step.model->shape;
+    const int num_threads = step.team->num_threads();
+    const Range rows = share_of(step.batch->num_tokens, thread, num_threads);
+    for (int row = rows.first; row < rows.end; ++row) {
+        Vec total = zero();
+        const float* hidden = step.workspace->hidden + (ptrdiff_t)row * shape.hidden_stride;
+        // A value that is not finite gives a difference that is not a number.
+        for (int i = 0; i < shape.hidden_stride; i += kLanes) total = total + (load(hidden + i) - load(hidden + i));
+        step.batch->is_finite[row] = sum_of(total) == 0.0f;
+    }
+    const Range sampled = share_of(step.batch->num_sampled_rows, thread, num_threads);
+    for (int index = sampled.first; index < sampled.end; ++index)
+        norm_row(shape, step.workspace->hidden + step.batch->sampled_rows[index] * shape.hidden_stride,
+                 step.model->final_norm, step.workspace->normed + (ptrdiff_t)index * shape.hidden_stride);
+}
+
+void run_step(const Step& step, int thread) {
+    const Model& model = *step.model;
+    begin_rows(step, thread);
+    step.team->barrier();
+    for (int index = 0; index < model.num_operations; ++index) run_operation(step, index, thread);
+    end_rows(step, thread);
+    step.team->barrier();
+    if (step.batch->num_sampled_rows)
+        multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed,
+                 model.shape.hidden_stride, step.batch->num_sampled_rows,
+                 WriteLogits{step.batch->logits, model.shape.vocab_size});
+}
+
+// ---- Probes --------------------------------------------------------------------------------------------------------
+
+float read_memory(const char* from, size_t num_bytes) {
+    Vec sums[4] = {zero(), zero(), zero(), zero()};
+    for (size_t offset = 0; offset + 256 <= num_bytes; offset += 256)
+        unroll<4>([&](auto index) __attribute__((always_inline)) {
+            constexpr int i = decltype(index)::value;
+            prefetch(from + offset + 64 * i + 4096);
+            sums[i] = sums[i] + load((const float*)(from + offset + 64 * i));
+        });
+    return sum_of(sums[0] + sums[1] + sums[2] + sums[3]);
+}
+
+double multiply_in_registers(int num_rounds, float* sink) {
+    constexpr int kColumns = kIsWide ? 2 : 1;
+    Vec sums[kMaxRows][kColumns];
+    alignas(64) const bf16 ones[2 * kLanes] = {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80};
+    unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
+        unroll<kColumns>([&](auto column) __attribute__((always_inline)) {
+            sums[decltype(row)::value][decltype(column)::value] = splat((float)num_rounds);
+        });
+    });
+    const Pairs pairs = load_pairs((const char*)ones);
+    const Input input = splat_input(ones);
+    for (int round = 0; round < num_rounds; ++round)
+        unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
+            unroll<kColumns>([&](auto column) __attribute__((always_inline)) {
+                add_products(sums[decltype(row)::value][decltype(column)::value], pairs, input);
+            });
+        });
+    // Constant indices again: an array that a loop runs over would live in memory.
+    Vec total = zero();
+    unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
+        unroll<kColumns>([&](auto column) __attribute__((always_inline)) {
+            total = total + sums[decltype(row)::value][decltype(column)::value];
+        });
+    });
+    *sink = sum_of(total);
+    return 4.0 * kLanes * kMaxRows * kColumns * num_rounds;
+}
+
+constexpr Kernels kernels_of(const char* name) { return {name, run_step, read_memory, multiply_in_registers}; }
+
+}  // namespace
+}  // namespace octavo

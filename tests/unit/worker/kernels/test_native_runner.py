@@ -1,0 +1,164 @@
+"""The runner on native code, and which code it chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from libs.errors import ModelLoadFailed
+from services.worker import forward_pass
+from services.worker.config import KernelChoice, WeightsType, WorkerConfig
+from services.worker.forward_pass import TorchForwardPass, load_forward_pass
+from services.worker.kernels.cpu.forward_pass import NativeForwardPass
+from services.worker.model_runner import TorchRunner
+from services.worker.step import LoadedModel, SamplingParams
+from services.worker.weight_files import open_weights
+from services.worker.weights import WeightReader
+from tests.unit.worker.kernels.native_models import needs_kernels, rounded_llama
+from tests.unit.worker.small_engine import SmallEngine, load_request
+from tests.unit.worker.small_models import VOCAB_SIZE, save_model
+
+POISON = 13
+GREEDY = SamplingParams()
+DRAWN = SamplingParams(temperature=1.0, seed=77)
+FILTERED = SamplingParams(temperature=0.8, top_p=0.9, seed=78, repetition_penalty=1.2)
+
+
+def make_runner(folder: Path) -> tuple[TorchRunner, LoadedModel]:
+    runner = TorchRunner(
+        WorkerConfig(model=str(folder), kernels=KernelChoice.NATIVE, kv_cache_memory="8MiB", num_threads=2)
+    )
+    return runner, runner.load(load_request(block_size=16), lambda progress: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(rounded_llama(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> tuple[TorchRunner, LoadedModel]:
+    return make_runner(folder)
+
+
+def prompt_of(seed: int, count: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(20, VOCAB_SIZE, count).tolist()
+    return tokens
+
+
+def output_alone(
+    loaded: tuple[TorchRunner, LoadedModel], prompt: list[int], params: SamplingParams, count: int
+) -> list[int]:
+    runner, model = loaded
+    runner.reset()
+    engine = SmallEngine(runner, model, seed=9)
+    engine.add(0, prompt, params)
+    output = engine.run_until(count)[0]
+    runner.reset()
+    return output
+
+
+@needs_kernels
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, FILTERED])
+@pytest.mark.parametrize("max_tokens_each", [1_000, 5, 16])
+def test_output_is_the_same_alone_and_among_others_in_any_chunks(
+    loaded: tuple[TorchRunner, LoadedModel], params: SamplingParams, max_tokens_each: int
+) -> None:
+    runner, model = loaded
+    runner.reset()
+    engine = SmallEngine(runner, model)
+    prompts = {slot: prompt_of(slot, 3 + 7 * slot) for slot in range(17)}
+
+    for slot, prompt in prompts.items():
+        engine.add(slot, prompt, params)
+    together = engine.run_until(12, max_tokens_each)
+
+    for slot in (0, 5, 16):
+        assert together[slot] == output_alone(loaded, prompts[slot], params, 12)
+
+
+@needs_kernels
+def test_a_sequence_without_valid_logits_fails_alone_and_its_blocks_can_be_used_again(
+    loaded: tuple[TorchRunner, LoadedModel], tmp_path: Path
+) -> None:
+    poisoned = rounded_llama()
+    with torch.no_grad():
+        poisoned.model.embed_tokens.weight[POISON] = float("nan")
+    runner, model = make_runner(save_model(poisoned, tmp_path))
+    engine = SmallEngine(runner, model)
+    engine.add(0, [*prompt_of(1, 20), POISON])
+    engine.add(1, prompt_of(2, 20), DRAWN)
+    engine.run_step()
+    failed = engine.end(0)
+
+    reused = engine.add(0, prompt_of(4, 18), DRAWN)
+    outputs = engine.run_until(6)
+
+    assert failed.has_failed
+    assert set(reused.block_ids) <= set(failed.block_ids)
+    assert outputs[0] == output_alone(loaded, prompt_of(4, 18), DRAWN, 6)
+    assert outputs[1] == output_alone(loaded, prompt_of(2, 20), DRAWN, 6)
+
+
+@needs_kernels
+def test_loading_again_begins_anew(folder: Path) -> None:
+    runner, _ = make_runner(folder)
+    model = runner.load(load_request(block_size=32), lambda progress: None)
+    engine = SmallEngine(runner, model)
+    engine.add(0, prompt_of(1, 40))
+
+    assert len(engine.run_until(3)[0]) == 3
+
+
+def choose(
+    folder: Path, choice: KernelChoice, dtype: torch.dtype = torch.bfloat16, block_size: int = 16
+) -> forward_pass.ForwardPass:
+    source = open_weights(folder)
+    reader = WeightReader(source, dtype, lambda done, total: None)
+    return load_forward_pass(choice, source.config, reader, dtype=dtype, block_size=block_size, num_threads=1)
+
+
+@needs_kernels
+def test_auto_takes_native_code_for_bfloat16(folder: Path) -> None:
+    assert isinstance(choose(folder, KernelChoice.AUTO), NativeForwardPass)
+
+
+def test_torch_is_taken_when_it_is_asked_for(folder: Path) -> None:
+    with capture_logs() as events:
+        assert isinstance(choose(folder, KernelChoice.TORCH), TorchForwardPass)
+
+    assert events == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "reason"), [(torch.float32, 16, "bfloat16 only"), (torch.bfloat16, 4, "blocks of 4")]
+)
+def test_auto_falls_back_to_torch_with_one_warning(
+    folder: Path, dtype: torch.dtype, block_size: int, reason: str
+) -> None:
+    with capture_logs() as events:
+        chosen = choose(folder, KernelChoice.AUTO, dtype, block_size)
+
+    assert isinstance(chosen, TorchForwardPass)
+    assert [reason in event["reason"] for event in events if event["log_level"] == "warning"] == [True]
+
+
+def test_without_the_extension_torch_computes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_pass, "load_extension", lambda: None)
+
+    with capture_logs() as events:
+        chosen = choose(folder, KernelChoice.AUTO)
+
+    assert isinstance(chosen, TorchForwardPass)
+    assert "services.worker.kernels.cpu.build" in events[0]["reason"]
+
+
+def test_native_code_that_cannot_serve_is_refused(folder: Path) -> None:
+    runner = TorchRunner(WorkerConfig(model=str(folder), kernels=KernelChoice.NATIVE, dtype=WeightsType.FLOAT32))
+
+    with pytest.raises(ModelLoadFailed, match="bfloat16 only"):
+        runner.load(load_request(block_size=16), lambda progress: None)
