@@ -230,6 +230,12 @@ class EngineMetrics:
             "octavo_engine_prompt_tokens", "Prompt tokens of requests first scheduled.", registry=registry
         )
         self.output_tokens = Counter("octavo_engine_output_tokens", "Tokens emitted.", registry=registry)
+        self.admission_waits = Counter(
+            "octavo_engine_admission_waits",
+            "Steps for which the first in line had to wait, by the rule that said so.",
+            ["rule"],
+            registry=registry,
+        )
         self.preemptions = Counter(
             "octavo_engine_preemptions", "Requests that gave up their blocks.", registry=registry
         )

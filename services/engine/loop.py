@@ -331,6 +331,8 @@ class EngineLoop:
         metrics.step_tokens.observe(output.num_tokens)
         metrics.output_tokens.inc(len(result.token_ids))
         metrics.preemptions.inc(scheduler.take_num_preemptions())
+        for rule, count in scheduler.take_refusals().items():
+            metrics.admission_waits.labels(rule).inc(count)
         for new in output.new_sequences:
             # What is computed again after a preemption adds neither to prompts nor to hits.
             if not new.is_resumed:

@@ -115,7 +115,11 @@ class Gateway:
 
 @asynccontextmanager
 async def running_engine(
-    worker: FakeWorker | None = None, *, must_be_ready: bool = True, **settings: object
+    worker: FakeWorker | None = None,
+    metrics: EngineMetrics | None = None,
+    *,
+    must_be_ready: bool = True,
+    **settings: object,
 ) -> AsyncIterator[Engine]:
     worker = worker or FakeWorker()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
@@ -136,7 +140,7 @@ async def running_engine(
             ),
             EngineFeed(),
             RegistryWriter(None, config.engine_id, lease_seconds=1.0),
-            EngineMetrics(CollectorRegistry()),
+            metrics or EngineMetrics(CollectorRegistry()),
             first_incarnation=1,
         )
         server = make_server(config.listen_address, registrations(loop, time.monotonic))
@@ -208,6 +212,25 @@ async def test_streams_the_tokens_of_many_requests_and_gives_all_blocks_back() -
         assert end.reason == generation_pb2.FINISH_REASON_LENGTH
         assert end.usage.num_output_tokens == 9
     assert load.num_available_blocks == load.num_blocks
+
+
+async def test_who_must_wait_for_room_is_counted_by_the_rule_that_says_so() -> None:
+    metrics = EngineMetrics(CollectorRegistry())
+
+    async with (
+        running_engine(FakeWorker(num_blocks=8, step_seconds=0.002), metrics) as engine,
+        engine.gateway() as gateway,
+    ):
+        for index in range(3):
+            await gateway.submit(f"r{index}", [20 + index] * 60, 30)
+        for index in range(3):
+            await gateway.end_of(f"r{index}")
+
+    waits = [
+        metrics.registry.get_sample_value("octavo_engine_admission_waits_total", {"rule": rule})
+        for rule in ("capacity", "predicted_peak")
+    ]
+    assert sum(count or 0 for count in waits) > 0
 
 
 async def test_preemption_changes_no_token() -> None:

@@ -122,17 +122,20 @@ async def test_sixty_four_streams_lose_nothing_and_leave_no_block(running_octavo
                 num_tokens = chunk.usage.completion_tokens
         return num_tokens, finish_reason
 
-    with running_octavo() as octavo:
+    # The accounts of blocks are checked after every step, and again by the gauges when all is idle.
+    with running_octavo("--set", "engine.integrity_interval_steps=1") as octavo:
         async with client_of(octavo) as client:
             results = await asyncio.gather(*(stream(client, index) for index in range(64)))
         await seconds_until_no_block_is_held(octavo)
         rows = audit_rows(octavo, at_least=64)
         running = metric(octavo, "octavo_engine_running_requests")
+        has_fault = "integrity fault" in octavo.stderr()
 
     assert results == [(4 + index % 40, "length") for index in range(64)]
     assert len({row["request_id"] for row in rows}) == 64
     assert sum(row["completion_tokens"] for row in rows) == sum(tokens for tokens, _ in results)
     assert running == 0
+    assert not has_fault
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ unified token budget as in vLLM's v1 scheduler). Time is an argument, never read
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -89,6 +89,7 @@ class Scheduler:
         # Steps with the terms of their slots.
         self._in_flight: deque[tuple[SchedulerOutput, Counts]] = deque()
         self._num_preemptions = 0
+        self._refusals: Counter[str] = Counter()
 
     def _make_admission_rules(self) -> list[AdmissionRule]:
         config = self.config
@@ -153,6 +154,11 @@ class Scheduler:
         """Return how many preemptions there were since the last call."""
         count, self._num_preemptions = self._num_preemptions, 0
         return count
+
+    def take_refusals(self) -> dict[str, int]:
+        """Return how often each rule made the first in line wait for a step since the last call."""
+        refusals, self._refusals = dict(self._refusals), Counter()
+        return refusals
 
     def page_table(self, request_id: str) -> tuple[PageTableRow, ...]:
         """Return where the computed tokens of a request lie: one row for each token of each running choice."""
@@ -408,7 +414,9 @@ class Scheduler:
             expected = self._output_forecast.expected_tokens(
                 sequence.request.tenant_id, sequence.request.stop_criteria.max_output_tokens
             )
-            if first_refusal(self._admission_rules, Candidate(sequence, hit, expected)) is not None:
+            refusal = first_refusal(self._admission_rules, Candidate(sequence, hit, expected))
+            if refusal is not None:
+                self._refusals[refusal] += 1
                 return
             num_tokens = plan.budget.grant_chunk(
                 len(sequence.token_ids) - hit.num_tokens,
