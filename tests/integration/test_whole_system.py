@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -183,6 +184,45 @@ async def test_a_second_request_with_the_same_prefix_says_how_much_was_cached(ru
     assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
     assert first["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
     assert sorted(row["cached_tokens"] for row in rows) == cached
+
+
+async def test_two_hundred_prompts_with_common_beginnings_are_answered_as_without_a_cache(
+    running_octavo: StartOctavo,
+) -> None:
+    # The pool holds a few prompts only, so that cached blocks are evicted and filled again all the time.
+    quick = ("--set", "worker.runner=stub", "--set", "worker.stub_step_seconds=0", "--set", "engine.num_blocks=96")
+    source = random.Random(20)
+    beginnings = ["".join(source.choices("abcdefgh ", k=length)) for length in (60, 120, 180, 240)]
+    prompts = [
+        source.choice(beginnings) + "".join(source.choices("ijklmnop ", k=source.randint(60, 270)))
+        for _ in range(200)
+    ]
+
+    async def answers(session: aiohttp.ClientSession, num_at_once: int) -> list[str]:
+        order = source.sample(range(len(prompts)), len(prompts))
+        places = asyncio.Semaphore(num_at_once)
+        texts: dict[int, str] = {}
+
+        async def ask(number: int) -> None:
+            async with places:
+                status, body = await complete(session, content=prompts[number], max_tokens=4, temperature=0)
+            assert status == 200
+            texts[number] = body["choices"][0]["message"]["content"]
+
+        await asyncio.gather(*(ask(number) for number in order))
+        return [texts[number] for number in range(len(prompts))]
+
+    with running_octavo(*quick, "--set", "engine.enable_prefix_caching=false") as octavo:
+        async with session_of(octavo) as session:
+            without_cache = await answers(session, 8)
+    with running_octavo(*quick) as octavo:
+        async with session_of(octavo) as session:
+            alone, together = await answers(session, 1), await answers(session, 8)
+        cached = sum(row["cached_tokens"] for row in audit_rows(octavo, at_least=400))
+
+    assert cached > 0
+    assert alone == without_cache
+    assert together == without_cache
 
 
 async def test_tenants_share_a_declared_system_prompt_and_nothing_else(
