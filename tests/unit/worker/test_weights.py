@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from libs.errors import ModelLoadFailed
 from services.worker.layers.threads import OperatorThreads
-from services.worker.models.llama import LlamaModel
+from services.worker.models.decoder import Decoder
 from services.worker.weight_files import open_weights
 from services.worker.weights import (
     FrequencyFactors,
@@ -23,7 +23,7 @@ from services.worker.weights import (
     WeightReader,
     WeightSource,
 )
-from tests.unit.worker.small_models import random_llama, save_model
+from tests.unit.worker.small_models import FAMILIES, WINDOW, random_llama, random_model, save_model
 
 GgufType = gguf.GGMLQuantizationType
 
@@ -31,7 +31,7 @@ GgufType = gguf.GGMLQuantizationType
 def load_all(source: WeightSource) -> WeightReader:
     """Read everything that a model needs, with all checks."""
     reader = WeightReader(source, torch.float32, lambda done, total: None)
-    LlamaModel(source.config, reader, torch.float32, OperatorThreads(1))
+    Decoder(source.config, reader, torch.float32, OperatorThreads(1))
     return reader
 
 
@@ -97,13 +97,28 @@ def test_a_folder_gives_config_and_tensors(tmp_path: Path) -> None:
         assert torch.equal(source.read(name), tensor)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 12}])
-def test_parameters_are_counted(tmp_path: Path, changes: dict[str, Any]) -> None:
-    model = random_llama(**changes)
+def test_parameters_are_counted(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    model = random_model(family, **changes)
 
     source = open_weights(save_model(model, tmp_path))
 
     assert source.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_folder_of_the_older_form_says_the_same(tmp_path: Path) -> None:
+    model = random_model("gemma3", num_hidden_layers=7, layer_types=None, sliding_window_pattern=3)
+    newer = open_weights(save_model(model, tmp_path)).config
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("layer_types", "rope_parameters", "dtype", "architectures", "tie_word_embeddings"):
+        config.pop(key, None)
+    config |= {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None}
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert newer.layer_windows == (WINDOW, WINDOW, None, WINDOW, WINDOW, None, WINDOW)
+    assert open_weights(tmp_path).config == newer
 
 
 def test_a_folder_may_hold_several_files(tmp_path: Path) -> None:
@@ -126,7 +141,7 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
     source = open_weights(save_model(random_llama(), tmp_path))
     reports: list[tuple[int, int]] = []
 
-    LlamaModel(
+    Decoder(
         source.config,
         WeightReader(source, torch.float32, lambda done, total: reports.append((done, total))),
         torch.float32,
@@ -142,9 +157,23 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": True}, "q_proj.bias is missing"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "no window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "less than one token"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "attention_bias"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "q_norm.weight is missing"),
+        ({"hidden_size": "wide"}, "cannot be understood"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "does not say factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "part of each"),
         ({"num_key_value_heads": 4}, "cannot share"),
         ({"intermediate_size": 81}, r"gate_proj.*\(80, 48\).*\(81, 48\)"),
         ({"num_hidden_layers": 3}, "model.layers.2.*missing"),

@@ -13,6 +13,8 @@ using bf16 = uint16_t;
 constexpr int kPanelColumns = 32;
 constexpr int kTileTokens = 16;  // tokens of the KV cache that are scored together
 constexpr int kChunkTiles = 16;  // tiles between two corrections of the softmax
+// Scores are computed for up to eight tiles at once; of the last ones some may lie beyond a chunk.
+constexpr int kScoreSlack = 8 * kTileTokens;
 
 // A weight in panels of 32 columns: [num_panels][num_pairs][32][2], so that a pair of inputs of sixteen columns is
 // one vector.
@@ -24,12 +26,26 @@ struct Panels {
 
 enum class OperationKind { kAttention, kFeedForward };
 
+enum class Activation { kSilu, kGeluTanh };
+
+// Pointers to what a model lacks are null. Biases are in the order of their panels' columns.
 struct Operation {
     OperationKind kind;
     const float* norm;
     Panels first;   // attention: queries, keys and values; feed-forward: gates and ups, sixteen of each to a panel
     Panels second;  // back into the residual stream
-    // Attention: [num_blocks][block_size / 16][num_kv_heads] tiles of keys [head_dim / 2][16][2] and then values
+    const float* second_bias;
+    const float* norm_after;  // of what is added to the residual stream
+    // Feed-forward.
+    Activation activation;
+    // Attention.
+    const float* first_bias;
+    const float* query_norm;  // [head_dim], of each head before it is rotated; with it there is a key_norm
+    const float* key_norm;
+    int rotation;  // which of the model's
+    int window;    // how many of the last tokens a token sees, itself included; none when it is 0
+    float softmax_scale;
+    // [num_blocks][block_size / 16][num_kv_heads] tiles of keys [head_dim / 2][16][2] and then values
     // [8][head_dim][2].
     bf16* cache;
 };
@@ -50,9 +66,12 @@ struct Model {
     const Operation* operations;
     int num_operations;
     Panels embedding;
+    float embedding_scale;  // of what comes in, not of a head with the same weight
     const float* final_norm;
     Panels head;
-    const float* frequencies;  // [head_dim / 2]
+    int num_rotations;
+    const float* frequencies;  // [num_rotations][head_dim / 2]
+    const float* amplitudes;   // [num_rotations]: what cosines and sines are multiplied by
 };
 
 // Queries of one sequence that lie in one tile of positions, so that all see the same number of tiles.
@@ -84,7 +103,9 @@ struct Workspace {
     bf16* queries;     // [num_tokens][num_heads * head_dim]
     bf16* attended;    // the same
     bf16* inner;       // [num_tokens][inner stride of the operation]
-    float* rotation;   // [num_tokens][2][head_dim / 2]: cosines and sines
+    float* rotation;   // [num_rotations][num_tokens][2][head_dim / 2]: cosines and sines
+    float* heads;      // [num_tokens][num_heads + num_kv_heads][head_dim]: queries and keys before they are normed
+    float* produced;   // [num_tokens][hidden_stride]: what an operation adds, before it is normed
     char* scratch;     // [num_threads][scratch_stride]
     size_t scratch_stride;
 };
