@@ -12,6 +12,7 @@ using bf16 = uint16_t;
 
 constexpr int kPanelColumns = 32;
 constexpr int kTileTokens = 16;  // tokens of the KV cache that are scored together
+constexpr int kMaxRowsAtOnce = 32;  // rows that a kernel may read together, whether they exist or not
 constexpr int kChunkTiles = 16;  // tiles between two corrections of the softmax
 // Scores are computed for up to eight tiles at once; of the last ones some may lie beyond a chunk.
 constexpr int kScoreSlack = 8 * kTileTokens;
@@ -142,6 +143,7 @@ const Kernels& portable_kernels();
 #if defined(OCTAVO_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& amx_kernels();
 #endif
 
 }  // namespace octavo
