@@ -39,7 +39,7 @@ def test_logits_are_near_transformers_in_fp32(
     tmp_path: Path, family: str, changes: dict[str, Any], kernels: str
 ) -> None:
     reference = rounded_model(family, **changes)
-    native = NativeLlama(reference, tmp_path, kernels=kernels)
+    native = NativeLlama(reference, tmp_path, kernels=kernels, num_threads=1)
     tokens = random_tokens(70)
     lengths = (1, 2, 15, 16, 17, 33, 70)
 
@@ -53,7 +53,7 @@ def test_logits_are_near_transformers_in_fp32(
 @pytest.mark.parametrize("window", [WINDOW, 130, 300])
 def test_a_window_moves_over_chunks_of_the_softmax(tmp_path: Path, kernels: str, window: int) -> None:
     reference = rounded_model("mistral", sliding_window=window)
-    native = NativeLlama(reference, tmp_path, kernels=kernels)
+    native = NativeLlama(reference, tmp_path, kernels=kernels, num_threads=1)
     tokens, blocks = random_tokens(430), blocks_for(430, 1)
     expected = expected_logits(reference, tokens)
 

@@ -192,7 +192,7 @@ class TileAttention {
         const ptrdiff_t sum_stride = (ptrdiff_t)shape_.head_dim * sizeof(float);
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
             constexpr int j = decltype(column)::value;
-            if (tiles.first == 0)
+            if (tiles.first == first_tile_)
                 clear_tile<j>();
             else
                 load_tile<j>(sums + j * kTileLineBytes, sum_stride);
@@ -200,7 +200,7 @@ class TileAttention {
         for (int index = tiles.first; index < tiles.end; ++index) {
             const char* values = (const char*)(tile(index) + kTileTokens * shape_.head_dim + 2 * first_column);
             load_tile<kFirstRowTile>(
-                weights_ + (ptrdiff_t)first_row * kChunkTokens + (index - tiles.first) * kTileTokens,
+                weights_ + (ptrdiff_t)first_row * kChunkTokens + index % kChunkTiles * kTileTokens,
                 kChunkTokens * sizeof(bf16));
             if constexpr (PREFETCH)
                 prefetch_lines(values + distance_to_next_keys(index), COLUMNS * kTileRows * kTileLineBytes / 2);
@@ -234,7 +234,7 @@ class TileAttention {
 
     void add_values(Range tiles) {
         load_shapes(kHalfShapes);
-        if (tiles.first != 0) correct_sums();
+        if (tiles.first != first_tile_) correct_sums();
         if (num_rows_ <= kTileRows)
             add_rows<true>(tiles, 0);
         else
