@@ -134,8 +134,9 @@ def _refuse_variants(metadata: GgufMetadata) -> None:
 
 def _head_dim(metadata: GgufMetadata, by_default: int) -> int:
     head_dim = int(metadata.optional("attention.key_length") or by_default)
-    if (metadata.optional("attention.value_length") or head_dim) != head_dim:
-        raise ModelLoadFailed(f"{metadata.path} has keys and values of different sizes, which is not served.")
+    for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
+        if (metadata.optional(key) or head_dim) != head_dim:
+            raise ModelLoadFailed(f"{metadata.path} has keys and values of different sizes, which is not served.")
     if (metadata.optional("rope.dimension_count") or head_dim) != head_dim:
         raise ModelLoadFailed(f"{metadata.path} rotates a part of each head only, which is not served.")
     return head_dim

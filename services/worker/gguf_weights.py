@@ -25,6 +25,8 @@ from services.worker.gguf_config import GgufMetadata, read_gguf_config
 from services.worker.weights import GEMMA3, LLAMA
 
 _ROPE_FACTORS = "rope_freqs.weight"
+# More than a model has layers, and less than a vocabulary has tokens.
+_MAX_ARRAY_ITEMS = 4_096
 _EMBEDDING = "token_embd.weight"
 _NAMES = {
     _EMBEDDING: "model.embed_tokens.weight",
@@ -91,17 +93,22 @@ class GgufWeights:
 
 
 class _TensorReader(GGUFReader):
-    """The package's reader without the strings of arrays: they take 1.6 s and are the tokenizer's, not ours."""
+    """The package's reader without long arrays: they take it seconds and are the tokenizer's, not ours."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:  # Any: a tuple of the package's own parts.
-        if raw_type != GGUFValueType.ARRAY or int(self._get(orig_offs, np.uint32)[0]) != GGUFValueType.STRING:
+        if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         data: memoryview = memoryview(self.data)  # type: ignore[arg-type]  # An array is a buffer.
-        (num_strings,) = struct.unpack_from("<Q", data, orig_offs + 4)
-        offset = orig_offs + 12
-        for _ in range(num_strings):
-            offset += 8 + struct.unpack_from("<Q", data, offset)[0]
-        return offset - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
+        item_type, num_items = struct.unpack_from("<IQ", data, orig_offs)
+        offset = orig_offs + struct.calcsize("<IQ")
+        if item_type == GGUFValueType.STRING:
+            for _ in range(num_items):
+                offset += 8 + struct.unpack_from("<Q", data, offset)[0]
+        elif num_items > _MAX_ARRAY_ITEMS and item_type in self.gguf_scalar_to_np:
+            offset += num_items * np.dtype(self.gguf_scalar_to_np[item_type]).itemsize
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        return offset - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType(item_type)]
 
 
 def _value_of(reader: GGUFReader, key: str) -> Any:  # Any: a value's type depends on its key.

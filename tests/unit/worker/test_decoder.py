@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
@@ -34,8 +35,19 @@ class Loaded:
     def __init__(
         self, folder: Path, dtype: torch.dtype = torch.float32, family: str = "llama", **changes: Any
     ) -> None:
-        self.reference = random_model(family, **changes)
-        source = open_weights(save_model(self.reference, folder))
+        reference = random_model(family, **changes)
+        self._load(save_model(reference, folder), reference, dtype)
+
+    @classmethod
+    def from_path(cls, path: Path, reference: PreTrainedModel) -> Self:
+        """Load what is at ``path`` in fp32; it should be the same as ``reference``."""
+        loaded = cls.__new__(cls)
+        loaded._load(path, reference, torch.float32)
+        return loaded
+
+    def _load(self, path: Path, reference: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.reference = reference
+        source = open_weights(path)
         reader = WeightReader(source, dtype, lambda done, total: None)
         self.model = Decoder(source.config, reader, dtype, OperatorThreads(2))
         config = source.config

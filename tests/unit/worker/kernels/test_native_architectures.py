@@ -33,8 +33,14 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("family", "changes"), CHANGES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "changes", "kernels"),
+    [
+        *((family, changes, "") for family, changes in CHANGES),
+        *((family, {}, name) for family in ("llama with biases", "mistral", "gemma3") for name in KERNELS[1:]),
+    ],
+    ids=str,
+)
 def test_logits_are_near_transformers_in_fp32(
     tmp_path: Path, family: str, changes: dict[str, Any], kernels: str
 ) -> None:
