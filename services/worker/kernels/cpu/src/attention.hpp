@@ -143,6 +143,7 @@ class TileAttention {
     // Lanes from `first` to below `end` of `values`, `other` elsewhere.
     static OCTAVO_INLINE Vec lanes_between(Vec values, int first, int end, Vec other) {
         alignas(64) static const int32_t kIndices[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        if (first <= 0 && end >= kLanes) return values;  // As nearly always.
         OCTAVO_PARTS((load_as<Ints>(kIndices + i * kPartLanes) < Ints{} + end) &
                              (load_as<Ints>(kIndices + i * kPartLanes) >= Ints{} + first)
                          ? values.part[i]
