@@ -28,7 +28,7 @@ class NativeModel(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the packed weights."""
+        """Bytes of all weights as they are kept."""
         ...
 
     @property
@@ -82,8 +82,11 @@ class NativeModel(Protocol):
         """Measure how many bytes a second all threads read; the best of several rounds."""
         ...
 
-    def multiply_rate(self, num_rounds: int) -> float:
-        """Measure how many bfloat16 operations a second all threads do; the best of several rounds."""
+    def multiply_rate(self, num_rounds: int, quantization: str = "none") -> float:
+        """Measure how many operations a second all threads do in registers; the best of several rounds.
+
+        The operations are those of the products of bfloat16 weights, or with ``quantization="int8"`` of int8 weights.
+        """
         ...
 
 
@@ -103,8 +106,12 @@ class NativeModelFactory(Protocol):
         frequencies: FloatVector,
         num_threads: int,
         kernels: str,
+        quantization: str,
     ) -> NativeModel:
-        """Make a model without weights; an empty ``kernels`` chooses the fastest that this processor has."""
+        """Make a model without weights; an empty ``kernels`` chooses the fastest that this processor has.
+
+        ``quantization`` is ``none`` or ``int8``.
+        """
         ...
 
 

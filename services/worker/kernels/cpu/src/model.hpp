@@ -1,6 +1,6 @@
 // A model that owns its packed weights, its threads and the memory of its steps.
 //
-// Owns packing, checks of what is handed over, and the division of a batch into tiles of queries. It must not know
+// Owns which rows of a weight lie where in its panels, checks of what is handed over, and the division of a batch into tiles of queries. It must not know
 // Python.
 #pragma once
 
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "packing.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
 
@@ -67,7 +68,8 @@ std::vector<const Kernels*> supported_kernels();
 
 class NativeModel {
    public:
-    NativeModel(const Shape& shape, Values frequencies, int num_threads, const std::string& kernels);
+    // `type` is that of the weights.
+    NativeModel(const Shape& shape, ValueType type, Values frequencies, int num_threads, const std::string& kernels);
 
     void set_embedding(Matrix weight);
     void add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output);
@@ -79,14 +81,14 @@ class NativeModel {
     void run(const StepArrays& arrays);
 
     double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
-    double multiply_rate(int num_rounds);                     // operations a second
+    double multiply_rate(ValueType type, int num_rounds);     // operations a second
 
     const Shape& shape() const { return model_.shape; }
     size_t weight_bytes() const { return weight_bytes_; }
     const char* kernels() const { return kernels_.name; }
 
    private:
-    Panels make_panels(int64_t num_columns, int64_t num_inputs);
+    Panels pack(const Columns& columns, int64_t num_inputs);
     const float* keep(Values values, int64_t count, int64_t padded);
     void check_step(const StepArrays& arrays) const;
     void make_tiles(const StepArrays& arrays);
@@ -94,16 +96,18 @@ class NativeModel {
 
     Model model_{};
     const Kernels& kernels_;
+    const ValueType type_;
     const int num_threads_;
     std::vector<Operation> operations_;
     std::vector<Buffer> weights_;
     size_t weight_bytes_ = 0;
     int max_inner_ = 0;
+    int max_inputs_ = 0;
     int64_t num_blocks_ = 0;
     std::unique_ptr<Pool> pool_;
     std::vector<QueryTile> tiles_;
     Workspace workspace_{};
-    Buffer hidden_, normed_, queries_, attended_, inner_, rotation_, scratch_;
+    Buffer hidden_, normed_, queries_, attended_, inner_, quantized_, rotation_, scratch_;
 };
 
 }  // namespace octavo
