@@ -1,8 +1,8 @@
 """Measure what int8 weights cost in quality, beside bfloat16; one JSON object is the last line.
 
-Both compute the logits of each token of a text in strided windows: a token is scored once, with at least ``--window``
-less ``--stride`` tokens before it (fewer only at the start of the text). Reported are both perplexities and the share of
-positions at which both would choose the same token.
+Both compute the logits of each token of a text in strided windows: a token is scored once, with at least
+``--window`` less ``--stride`` tokens before it (fewer only at the start of the text). Reported are both
+perplexities and the share of positions at which both would choose the same token.
 """
 
 from __future__ import annotations
@@ -137,9 +137,7 @@ def compare(model: str, text: str, windows: Windows, *, num_threads: int) -> Com
     )
 
 
-def score(
-    model: NativeForwardPass, vocab_size: int, token_ids: NDArray[np.int64], windows: Windows
-) -> Scores:
+def score(model: NativeForwardPass, vocab_size: int, token_ids: NDArray[np.int64], windows: Windows) -> Scores:
     """Score each token of ``token_ids`` ``[num_tokens]`` but the first."""
     losses, choices = [], []
     for start, first, end in windows.of(len(token_ids)):
@@ -175,7 +173,9 @@ def _logits(
     return logits
 
 
-def _load(source: WeightSource, quantization: Quantization, windows: Windows, num_threads: int) -> NativeForwardPass:
+def _load(
+    source: WeightSource, quantization: Quantization, windows: Windows, num_threads: int
+) -> NativeForwardPass:
     extension = load_extension()
     assert extension is not None, "the kernels are not built"
     config = source.config

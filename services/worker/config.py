@@ -78,9 +78,9 @@ class WorkerConfig:
     )
     quantization: Quantization = setting(
         Quantization.NONE,
-        "int8 rounds weights when they are loaded, and inputs of products as they come, to 8 bits: half the memory and "
-        "less time for a small loss of quality; attention and the KV cache stay in bfloat16. Only the native kernels "
-        "serve it.",
+        "int8 rounds weights when they are loaded, and inputs of products as they come, to 8 bits: half the memory "
+        "and less time for a small loss of quality; attention and the KV cache stay in bfloat16. Only the native "
+        "kernels serve it.",
     )
     num_threads: int = setting(0, "Threads of the forward pass; 0 takes all cores.", unit="threads")
     kv_cache_memory: str = setting(

@@ -92,7 +92,8 @@ def load_forward_pass(
             )
         if quantization is not Quantization.NONE:
             raise ModelLoadFailed(
-                f"Weights in {quantization} need the native kernels, but {reason}; without --quantization torch serves."
+                f"Weights in {quantization} need the native kernels, but {reason}; "
+                "without --quantization torch serves."
             )
         if choice is KernelChoice.NATIVE:
             raise ModelLoadFailed(f"The native kernels are asked for, but {reason}; leave --kernels at auto.")

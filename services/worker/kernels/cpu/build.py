@@ -90,7 +90,10 @@ def _compile(compiler: str, folder: Path) -> list[Path]:
     units: list[tuple[Path, list[str]]] = [
         (_SOURCES / name, [*flags, *isa_flags]) for name, isa_flags in (_X86_UNITS.items() if is_x86 else ())
     ]
-    units += [(_SOURCES / name, flags) for name in ("step_portable.cpp", "model.cpp", "packing.cpp", "pool.cpp")]
+    units += [
+        (_SOURCES / name, flags)
+        for name in ("step_portable.cpp", "model.cpp", "packing.cpp", "buffer.cpp", "pool.cpp")
+    ]
     units.append((_SOURCES / "module.cpp", [*flags, "-Os", *include]))
     units.append((nanobind_source / "nb_combined.cpp", [*_BINDING_FLAGS, *include, robin_map]))
     # The slowest first, as many at once as there are cores.

@@ -85,7 +85,7 @@ class NativeModel(Protocol):
     def multiply_rate(self, num_rounds: int, quantization: str = "none") -> float:
         """Measure how many operations a second all threads do in registers; the best of several rounds.
 
-        The operations are those of the products of bfloat16 weights, or with ``quantization="int8"`` of int8 weights.
+        They are those of the products of bfloat16 weights, or with ``quantization="int8"`` of int8 weights.
         """
         ...
 
@@ -119,6 +119,22 @@ class Extension(Protocol):
     """The module."""
 
     NativeModel: NativeModelFactory
+
+    def multiply_rows(
+        self,
+        *,
+        weight: Bfloat16Bits,
+        rows: Bfloat16Bits,
+        to: FloatVector,
+        num_threads: int,
+        kernels: str,
+        quantization: str,
+    ) -> None:
+        """Map ``rows`` ``[num_rows, num_inputs]`` by ``weight`` ``[num_columns, num_inputs]`` into ``to``.
+
+        The weight is packed and multiplied as a step does with one of its weights.
+        """
+        ...
 
     def supported_kernels(self) -> list[str]:
         """Return the names of the instruction sets that this processor can run, the fastest first."""

@@ -2,20 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
-#include <cstring>
-#include <new>
 #include <stdexcept>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace octavo {
 namespace {
-
-constexpr size_t kHugePageBytes = size_t{2} << 20;
-constexpr size_t kAlignment = 64;
 
 int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -75,25 +65,6 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
-Buffer::Buffer(size_t num_bytes) { reserve(num_bytes); }
-
-void Buffer::Free::operator()(void* memory) const { std::free(memory); }
-
-void Buffer::reserve(size_t num_bytes) {
-    if (num_bytes <= num_bytes_) return;
-    memory_.reset();
-    num_bytes_ = 0;
-    const size_t alignment = num_bytes >= kHugePageBytes ? kHugePageBytes : kAlignment;
-    const size_t size = (size_t)rounded_up((int64_t)num_bytes, (int64_t)alignment);
-    memory_.reset(std::aligned_alloc(alignment, size));
-    if (!memory_) throw std::bad_alloc();
-#if defined(__linux__)
-    if (alignment == kHugePageBytes) madvise(memory_.get(), size, MADV_HUGEPAGE);
-#endif
-    std::memset(memory_.get(), 0, size);
-    num_bytes_ = size;
-}
-
 std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> kernels;
 #if defined(OCTAVO_X86)
@@ -105,6 +76,34 @@ std::vector<const Kernels*> supported_kernels() {
 #endif
     kernels.push_back(&portable_kernels());
     return kernels;
+}
+
+void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, float* to, int num_threads,
+                   const std::string& kernels) {
+    require(rows.num_columns == weight.num_columns, "The rows have another number of inputs than the weight.");
+    require(num_threads > 0, "Rows need a thread.");
+    Columns columns;
+    append_in_order(columns, weight);
+    const PackedWeight packed = pack_weight(type, columns, weight.num_columns, num_threads);
+    const int64_t stride = rounded_up(rows.num_columns, kPanelColumns), num_inputs = padded_inputs(packed.panels);
+    Buffer inputs((size_t)(rows.num_rows * stride) * sizeof(bf16));
+    for (int64_t row = 0; row < rows.num_rows; ++row)
+        std::copy_n(rows.data + row * rows.num_columns, rows.num_columns, inputs.as<bf16>() + row * stride);
+    Buffer quantized((size_t)(rows.num_rows * (num_inputs + kQuantizedRowEnd)));
+    const size_t scratch_stride = (size_t)rounded_up(num_inputs * (int64_t)sizeof(float), 4096);
+    Buffer scratch(scratch_stride * (size_t)num_threads);
+    Workspace workspace{};
+    workspace.quantized = quantized.as<char>();
+    workspace.scratch = scratch.as<char>();
+    workspace.scratch_stride = scratch_stride;
+    Batch batch{};
+    batch.num_tokens = (int)rows.num_rows;
+    Pool pool(num_threads, 1);
+    const Step step = {nullptr, &batch, &workspace, &pool};
+    pool.run([&](int thread) {
+        kernels_named(kernels).multiply_rows(step, thread, packed.panels, inputs.as<bf16>(), (int)stride, to,
+                                             (int)weight.num_rows);
+    });
 }
 
 NativeModel::NativeModel(const Shape& shape, ValueType type, Values frequencies, int num_threads,
@@ -123,20 +122,11 @@ NativeModel::NativeModel(const Shape& shape, ValueType type, Values frequencies,
 }
 
 Panels NativeModel::pack(const Columns& columns, int64_t num_inputs) {
-    Panels panels = layout_of(type_, (int64_t)columns.size(), num_inputs);
-    const size_t num_bytes = (size_t)(panels.num_panels * panels.panel_bytes);
-    weights_.emplace_back(num_bytes);
-    weight_bytes_ += num_bytes;
-    panels.data = weights_.back().as<char>();
-    // Threads that live for this weight alone: to start them takes a fraction of the time that packing takes.
-    Pool pool(num_threads_, 1);
-    pool.run([&](int) {
-        std::vector<float> values(panel_scratch_size(panels));
-        for (int panel; (panel = pool.next_item(0)) < panels.num_panels;)
-            pack_panel(panels, weights_.back().as<char>(), panel, columns, num_inputs, values.data());
-    });
-    max_inputs_ = std::max(max_inputs_, panels.num_groups * 4);
-    return panels;
+    PackedWeight packed = pack_weight(type_, columns, num_inputs, num_threads_);
+    weight_bytes_ += (size_t)packed.panels.num_panels * packed.panels.panel_bytes;
+    max_inputs_ = std::max(max_inputs_, padded_inputs(packed.panels));
+    weights_.push_back(std::move(packed.memory));
+    return packed.panels;
 }
 
 const float* NativeModel::keep(Values values, int64_t count, int64_t padded) {

@@ -8,39 +8,12 @@
 #include <string>
 #include <vector>
 
+#include "buffer.hpp"
 #include "packing.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
 
 namespace octavo {
-
-// Memory aligned for vectors, in huge pages where the system has them.
-class Buffer {
-   public:
-    Buffer() = default;
-    explicit Buffer(size_t num_bytes);
-
-    // Makes room for `num_bytes`; what was there is lost if there was too little.
-    void reserve(size_t num_bytes);
-    template <class T>
-    T* as() const {
-        return static_cast<T*>(memory_.get());
-    }
-
-   private:
-    struct Free {
-        void operator()(void* memory) const;
-    };
-    std::unique_ptr<void, Free> memory_;
-    size_t num_bytes_ = 0;
-};
-
-// Rows of a weight [num_rows][num_columns] in bfloat16.
-struct Matrix {
-    const bf16* data;
-    int64_t num_rows;
-    int64_t num_columns;
-};
 
 struct Values {
     const float* data;
@@ -65,6 +38,11 @@ struct StepArrays {
 
 // Returns what this processor can run, the fastest first.
 std::vector<const Kernels*> supported_kernels();
+
+// Maps rows [num_rows][num_inputs] by a weight [num_columns][num_inputs] of this type into `to`
+// [num_rows][num_columns], as a step does with one of its weights.
+void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, float* to, int num_threads,
+                   const std::string& kernels);
 
 class NativeModel {
    public:

@@ -87,6 +87,16 @@ NB_MODULE(_native, module) {
         for (const Kernels* kernels : supported_kernels()) names.emplace_back(kernels->name);
         return names;
     });
+    module.def(
+        "multiply_rows",
+        [](WeightArray weight, WeightArray rows, Array<float, 2> to, int num_threads, const std::string& kernels,
+           const std::string& quantization) {
+            require_length(to.shape(0), rows.shape(0), "There must be a result for each row.");
+            require_length(to.shape(1), weight.shape(0), "A result must be as wide as the weight.");
+            nb::gil_scoped_release release;
+            multiply_rows(type_named(quantization), matrix_of(weight), matrix_of(rows), to.data(), num_threads, kernels);
+        },
+        nb::kw_only(), "weight"_a, "rows"_a, "to"_a, "num_threads"_a, "kernels"_a, "quantization"_a);
     nb::class_<NativeModel>(module, "NativeModel")
         .def(
             "__init__",

@@ -1,8 +1,10 @@
 #include "packing.hpp"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
+
+#include "pool.hpp"
 
 namespace octavo {
 namespace {
@@ -82,30 +84,44 @@ void pack_quads(char* to, const bf16* const* columns, int64_t num_inputs, int64_
     std::memcpy(quads, scales, sizeof(scales));
 }
 
-}  // namespace
-
+// Returns panels for these columns, without memory.
 Panels layout_of(ValueType type, int64_t num_columns, int64_t num_inputs) {
     const bool is_int8 = type == ValueType::kInt8;
     // Rows of activations are padded, to whole vectors or to whole blocks of the rotation, and so are weights.
     const int64_t num_groups =
         is_int8 ? rounded_up(num_inputs, kRotatedInputs) / 4 : rounded_up(num_inputs, kPanelColumns) / 2;
     const int64_t scale_bytes = is_int8 ? kPanelColumns * (int64_t)sizeof(float) : 0;
-    return {nullptr, (int)(rounded_up(num_columns, kPanelColumns) / kPanelColumns), (int)num_groups,
+    return {nullptr, (int)(num_columns / kPanelColumns), (int)num_groups,
             num_groups * kPanelColumns * 4 + scale_bytes, type};
 }
 
-size_t panel_scratch_size(const Panels& panels) {
-    return panels.type == ValueType::kInt8 ? (size_t)panels.num_groups * 4 * kPanelColumns : 0;
-}
+}  // namespace
 
-void pack_panel(const Panels& panels, char* data, int64_t panel, const Columns& columns, int64_t num_inputs,
-                float* scratch) {
-    char* to = data + panel * panels.panel_bytes;
-    const bf16* const* of_panel = columns.data() + panel * kPanelColumns;
-    if (panels.type == ValueType::kInt8)
-        pack_quads(to, of_panel, num_inputs, panels.num_groups * 4, scratch);
-    else
-        pack_pairs(to, of_panel, num_inputs);
+int padded_inputs(const Panels& panels) { return panels.num_groups * (panels.type == ValueType::kInt8 ? 4 : 2); }
+
+PackedWeight pack_weight(ValueType type, const Columns& columns, int64_t num_inputs, int num_threads) {
+    // More products of 255 and 127 than these could be more than a sum holds.
+    if (type == ValueType::kInt8 && num_inputs > 65'536)
+        throw std::invalid_argument("A weight in int8 has at most 65,536 inputs.");
+    PackedWeight packed;
+    Panels& panels = packed.panels;
+    panels = layout_of(type, (int64_t)columns.size(), num_inputs);
+    packed.memory.reserve((size_t)(panels.num_panels * panels.panel_bytes));
+    panels.data = packed.memory.as<char>();
+    // Threads that live for this weight alone: to start them takes a fraction of the time that packing takes.
+    Pool pool(num_threads, 1);
+    pool.run([&](int) {
+        std::vector<float> values(type == ValueType::kInt8 ? (size_t)padded_inputs(panels) * kPanelColumns : 0);
+        for (int panel; (panel = pool.next_item(0)) < panels.num_panels;) {
+            char* to = packed.memory.as<char>() + panel * panels.panel_bytes;
+            const bf16* const* of_panel = columns.data() + (size_t)panel * kPanelColumns;
+            if (type == ValueType::kInt8)
+                pack_quads(to, of_panel, num_inputs, padded_inputs(panels), values.data());
+            else
+                pack_pairs(to, of_panel, num_inputs);
+        }
+    });
+    return packed;
 }
 
 }  // namespace octavo

@@ -1,26 +1,35 @@
 // Weights in the order in which kernels read them.
 //
-// Owns the bytes of a panel. It must not know what its columns mean.
+// Owns the bytes of a panel and the threads that write them. It must not know what a weight's columns mean.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "buffer.hpp"
 #include "plan.hpp"
 
 namespace octavo {
 
+// Rows of a weight [num_rows][num_columns] in bfloat16.
+struct Matrix {
+    const bf16* data;
+    int64_t num_rows;
+    int64_t num_columns;
+};
+
 // Which row of a weight becomes which column, in whole panels; null stands for a column of zeros.
 using Columns = std::vector<const bf16*>;
 
-// Returns panels for these columns, without memory.
-Panels layout_of(ValueType type, int64_t num_columns, int64_t num_inputs);
+struct PackedWeight {
+    Buffer memory;
+    Panels panels;
+};
 
-// Floats that packing one panel needs to work in.
-size_t panel_scratch_size(const Panels& panels);
+// Packs rows of num_inputs values.
+PackedWeight pack_weight(ValueType type, const Columns& columns, int64_t num_inputs, int num_threads);
 
-// Packs one panel into the weight's memory; num_inputs are those that each row has.
-void pack_panel(const Panels& panels, char* data, int64_t panel, const Columns& columns, int64_t num_inputs,
-                float* scratch);
+// Inputs of a weight, with those that fill its last group or block.
+int padded_inputs(const Panels& panels);
 
 }  // namespace octavo

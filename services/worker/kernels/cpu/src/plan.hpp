@@ -126,6 +126,9 @@ struct Step {
 struct Kernels {
     const char* name;
     void (*run_step)(const Step& step, int thread);
+    // Maps the rows of the batch, of `stride` values, by one weight into `to` [num_tokens][num_columns].
+    void (*multiply_rows)(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
+                          int num_columns);
     // Reads memory once; the sum keeps the compiler from leaving the reads out.
     float (*read_memory)(const char* from, size_t num_bytes);
     // Multiplies values of this type without touching memory; returns how many operations that were.

@@ -182,13 +182,13 @@ struct WriteGated {
     }
 };
 
-struct WriteLogits {
-    float* logits;
-    int vocab_size;
+struct WriteColumns {
+    float* rows;
+    int num_columns;
 
     OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
-        const int first = panel * kPanelColumns, count = at_most(vocab_size - first, kPanelColumns);
-        float* to = logits + (ptrdiff_t)row * vocab_size + first;
+        const int first = panel * kPanelColumns, count = at_most(num_columns - first, kPanelColumns);
+        float* to = rows + (ptrdiff_t)row * num_columns + first;
         if (count == kPanelColumns) {
             store(to, left);
             store(to + kLanes, right);
@@ -271,7 +271,13 @@ void run_step(const Step& step, int thread) {
     if (step.batch->num_sampled_rows)
         multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed,
                  model.shape.hidden_stride, step.batch->num_sampled_rows,
-                 WriteLogits{step.batch->logits, model.shape.vocab_size});
+                 WriteColumns{step.batch->logits, model.shape.vocab_size});
+}
+
+void multiply_all_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
+                       int num_columns) {
+    share_quantized_rows(step, thread, weight, rows, stride);
+    multiply(step, 0, thread, weight, rows, stride, step.batch->num_tokens, WriteColumns{to, num_columns});
 }
 
 // ---- Probes --------------------------------------------------------------------------------------------------------
@@ -321,7 +327,9 @@ double multiply_in_registers(ValueType type, int num_rounds, float* sink) {
                                     : multiply_groups_in_registers<Bfloat16Pairs>(num_rounds, sink);
 }
 
-constexpr Kernels kernels_of(const char* name) { return {name, run_step, read_memory, multiply_in_registers}; }
+constexpr Kernels kernels_of(const char* name) { 
+    return {name, run_step, multiply_all_rows, read_memory, multiply_in_registers};
+}
 
 }  // namespace
 }  // namespace octavo

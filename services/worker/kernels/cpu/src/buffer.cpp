@@ -1,0 +1,39 @@
+#include "buffer.hpp"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace octavo {
+namespace {
+
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+
+size_t rounded_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+Buffer::Buffer(size_t num_bytes) { reserve(num_bytes); }
+
+void Buffer::Free::operator()(void* memory) const { std::free(memory); }
+
+void Buffer::reserve(size_t num_bytes) {
+    if (num_bytes <= num_bytes_) return;
+    memory_.reset();
+    num_bytes_ = 0;
+    const size_t alignment = num_bytes >= kHugePageBytes ? kHugePageBytes : kAlignment;
+    const size_t size = rounded_up(num_bytes, alignment);
+    memory_.reset(std::aligned_alloc(alignment, size));
+    if (!memory_) throw std::bad_alloc();
+#if defined(__linux__)
+    if (alignment == kHugePageBytes) madvise(memory_.get(), size, MADV_HUGEPAGE);
+#endif
+    std::memset(memory_.get(), 0, size);
+    num_bytes_ = size;
+}
+
+}  // namespace octavo
