@@ -7,6 +7,7 @@
 #pragma once
 
 #include "plan.hpp"
+#include "products_common.hpp"
 #include "simd.hpp"
 
 namespace octavo {
@@ -107,12 +108,6 @@ void quantize_row(const bf16* values, int num_values, int num_inputs, float* rot
     const RowScale end = {maximum * (kRotationScale / kLargestInt8), sum_of(sum)};
     __builtin_memcpy(to + num_inputs, &end, sizeof(end));
 }
-
-// Rows of inputs in the type of the weight that they are multiplied with.
-struct Inputs {
-    const char* data;
-    ptrdiff_t stride;  // in bytes
-};
 
 constexpr int num_inputs_of(const Panels& int8_weight) { return 4 * int8_weight.num_groups; }
 constexpr ptrdiff_t quantized_stride(const Panels& int8_weight) {

@@ -4,6 +4,11 @@
 #include <chrono>
 #include <stdexcept>
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace octavo {
 namespace {
 
@@ -53,6 +58,27 @@ size_t scratch_bytes(const Shape& shape, int64_t max_inputs) {
     return (size_t)rounded_up(std::max((int64_t)attention, max_inputs * (int64_t)sizeof(float)), 4096);
 }
 
+#if defined(OCTAVO_X86)
+bool has_avx512_products() {
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+}
+
+// Tiles are large, so that Linux gives them only to processes that ask (arch_prctl, ARCH_REQ_XCOMP_PERM).
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    static const bool may_use = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                                __builtin_cpu_supports("amx-int8") &&
+                                syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return may_use;
+#else
+    return false;
+#endif
+}
+#endif
+
 const Kernels& kernels_named(const std::string& name) {
     for (const Kernels* kernels : supported_kernels())
         if (name.empty() || name == kernels->name) return *kernels;
@@ -68,10 +94,8 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> kernels;
 #if defined(OCTAVO_X86)
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vnni"))
-        kernels.push_back(&avx512_kernels());
+    if (has_avx512_products() && may_use_tiles()) kernels.push_back(&amx_kernels());
+    if (has_avx512_products()) kernels.push_back(&avx512_kernels());
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&avx2_kernels());
 #endif
     kernels.push_back(&portable_kernels());
@@ -84,12 +108,14 @@ void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, flo
     require(num_threads > 0, "Rows need a thread.");
     Columns columns;
     append_in_order(columns, weight);
-    const PackedWeight packed = pack_weight(type, columns, weight.num_columns, num_threads);
-    const int64_t stride = rounded_up(rows.num_columns, kPanelColumns), num_inputs = padded_inputs(packed.panels);
-    Buffer inputs((size_t)(rows.num_rows * stride) * sizeof(bf16));
+    Arena memory;
+    const Panels panels = pack_weight(type, columns, weight.num_columns, num_threads, memory);
+    const int64_t stride = rounded_up(rows.num_columns, kPanelColumns), num_inputs = padded_inputs(panels);
+    const int64_t num_rows = rounded_up(rows.num_rows, kMaxRowsAtOnce);
+    Buffer inputs((size_t)(num_rows * stride) * sizeof(bf16));
     for (int64_t row = 0; row < rows.num_rows; ++row)
         std::copy_n(rows.data + row * rows.num_columns, rows.num_columns, inputs.as<bf16>() + row * stride);
-    Buffer quantized((size_t)(rows.num_rows * (num_inputs + kQuantizedRowEnd)));
+    Buffer quantized((size_t)(num_rows * (num_inputs + kQuantizedRowEnd)));
     const size_t scratch_stride = (size_t)rounded_up(num_inputs * (int64_t)sizeof(float), 4096);
     Buffer scratch(scratch_stride * (size_t)num_threads);
     Workspace workspace{};
@@ -101,7 +127,7 @@ void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, flo
     Pool pool(num_threads, 1);
     const Step step = {nullptr, &batch, &workspace, &pool};
     pool.run([&](int thread) {
-        kernels_named(kernels).multiply_rows(step, thread, packed.panels, inputs.as<bf16>(), (int)stride, to,
+        kernels_named(kernels).multiply_rows(step, thread, panels, inputs.as<bf16>(), (int)stride, to,
                                              (int)weight.num_rows);
     });
 }
@@ -122,18 +148,16 @@ NativeModel::NativeModel(const Shape& shape, ValueType type, Values frequencies,
 }
 
 Panels NativeModel::pack(const Columns& columns, int64_t num_inputs) {
-    PackedWeight packed = pack_weight(type_, columns, num_inputs, num_threads_);
-    weight_bytes_ += (size_t)packed.panels.num_panels * packed.panels.panel_bytes;
-    max_inputs_ = std::max(max_inputs_, padded_inputs(packed.panels));
-    weights_.push_back(std::move(packed.memory));
-    return packed.panels;
+    const Panels panels = pack_weight(type_, columns, num_inputs, num_threads_, weights_);
+    weight_bytes_ += (size_t)panels.num_panels * panels.panel_bytes;
+    max_inputs_ = std::max(max_inputs_, padded_inputs(panels));
+    return panels;
 }
 
 const float* NativeModel::keep(Values values, int64_t count, int64_t padded) {
     require(values.count == count, "A vector has another length than the model's shape says.");
-    weights_.emplace_back((size_t)padded * sizeof(float));
     weight_bytes_ += (size_t)padded * sizeof(float);
-    float* kept = weights_.back().as<float>();
+    float* kept = static_cast<float*>(weights_.allocate((size_t)padded * sizeof(float)));
     std::copy(values.data, values.data + count, kept);
     return kept;
 }
@@ -257,7 +281,8 @@ void NativeModel::make_tiles(const StepArrays& arrays) {
 
 void NativeModel::reserve(int64_t num_tokens) {
     const Shape& shape = model_.shape;
-    const size_t rows = (size_t)num_tokens, heads = (size_t)shape.num_heads * shape.head_dim;
+    // Tiles of rows are read whole.
+    const size_t rows = (size_t)rounded_up(num_tokens, kMaxRowsAtOnce), heads = (size_t)shape.num_heads * shape.head_dim;
     hidden_.reserve(rows * shape.hidden_stride * sizeof(float));
     normed_.reserve(rows * shape.hidden_stride * sizeof(bf16));
     queries_.reserve(rows * heads * sizeof(bf16));

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "buffer.hpp"
+#include "memory.hpp"
 #include "packing.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
@@ -77,7 +77,7 @@ class NativeModel {
     const ValueType type_;
     const int num_threads_;
     std::vector<Operation> operations_;
-    std::vector<Buffer> weights_;
+    Arena weights_;
     size_t weight_bytes_ = 0;
     int max_inner_ = 0;
     int max_inputs_ = 0;

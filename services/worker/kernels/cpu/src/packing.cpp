@@ -99,21 +99,19 @@ Panels layout_of(ValueType type, int64_t num_columns, int64_t num_inputs) {
 
 int padded_inputs(const Panels& panels) { return panels.num_groups * (panels.type == ValueType::kInt8 ? 4 : 2); }
 
-PackedWeight pack_weight(ValueType type, const Columns& columns, int64_t num_inputs, int num_threads) {
+Panels pack_weight(ValueType type, const Columns& columns, int64_t num_inputs, int num_threads, Arena& arena) {
     // More products of 255 and 127 than these could be more than a sum holds.
     if (type == ValueType::kInt8 && num_inputs > 65'536)
         throw std::invalid_argument("A weight in int8 has at most 65,536 inputs.");
-    PackedWeight packed;
-    Panels& panels = packed.panels;
-    panels = layout_of(type, (int64_t)columns.size(), num_inputs);
-    packed.memory.reserve((size_t)(panels.num_panels * panels.panel_bytes));
-    panels.data = packed.memory.as<char>();
+    Panels panels = layout_of(type, (int64_t)columns.size(), num_inputs);
+    char* data = static_cast<char*>(arena.allocate((size_t)(panels.num_panels * panels.panel_bytes)));
+    panels.data = data;
     // Threads that live for this weight alone: to start them takes a fraction of the time that packing takes.
     Pool pool(num_threads, 1);
     pool.run([&](int) {
         std::vector<float> values(type == ValueType::kInt8 ? (size_t)padded_inputs(panels) * kPanelColumns : 0);
         for (int panel; (panel = pool.next_item(0)) < panels.num_panels;) {
-            char* to = packed.memory.as<char>() + panel * panels.panel_bytes;
+            char* to = data + panel * panels.panel_bytes;
             const bf16* const* of_panel = columns.data() + (size_t)panel * kPanelColumns;
             if (type == ValueType::kInt8)
                 pack_quads(to, of_panel, num_inputs, padded_inputs(panels), values.data());
@@ -121,7 +119,7 @@ PackedWeight pack_weight(ValueType type, const Columns& columns, int64_t num_inp
                 pack_pairs(to, of_panel, num_inputs);
         }
     });
-    return packed;
+    return panels;
 }
 
 }  // namespace octavo

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "buffer.hpp"
+#include "memory.hpp"
 #include "plan.hpp"
 
 namespace octavo {
@@ -21,13 +21,8 @@ struct Matrix {
 // Which row of a weight becomes which column, in whole panels; null stands for a column of zeros.
 using Columns = std::vector<const bf16*>;
 
-struct PackedWeight {
-    Buffer memory;
-    Panels panels;
-};
-
-// Packs rows of num_inputs values.
-PackedWeight pack_weight(ValueType type, const Columns& columns, int64_t num_inputs, int num_threads);
+// Packs rows of num_inputs values into memory of the arena.
+Panels pack_weight(ValueType type, const Columns& columns, int64_t num_inputs, int num_threads, Arena& arena);
 
 // Inputs of a weight, with those that fill its last group or block.
 int padded_inputs(const Panels& panels);

@@ -12,6 +12,7 @@ using bf16 = uint16_t;
 
 constexpr int kPanelColumns = 32;
 constexpr int kTileTokens = 16;  // tokens of the KV cache that are scored together
+constexpr int kMaxRowsAtOnce = 32;  // rows that a kernel may read together, whether they exist or not
 constexpr int kChunkTiles = 16;  // tiles between two corrections of the softmax
 
 constexpr int kRotatedInputs = 64;  // inputs that an int8 weight mixes, and the multiple to which its rows are padded
@@ -139,6 +140,7 @@ const Kernels& portable_kernels();
 #if defined(OCTAVO_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& amx_kernels();
 #endif
 
 }  // namespace octavo

@@ -199,6 +199,7 @@ OCTAVO_INLINE Vec silu(Vec x) {
 
 // Pairs of bfloat16 values, summed in fp32.
 struct Bfloat16Pairs {
+    static constexpr bool kIsInt8 = false;
     static constexpr int kInputs = 2;
     using Sum = Vec;
 #if defined(OCTAVO_AVX512)
@@ -246,6 +247,7 @@ struct Bfloat16Pairs {
 
 // Quads of a weight's values with 128 added, unsigned, and of a row's signed values, summed in int32 without loss.
 struct Int8Quads {
+    static constexpr bool kIsInt8 = true;
     static constexpr int kInputs = 4;
     using Sum = IntVec;
 #if defined(OCTAVO_AVX512)

@@ -272,12 +272,14 @@ void run_step(const Step& step, int thread) {
         multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed,
                  model.shape.hidden_stride, step.batch->num_sampled_rows,
                  WriteColumns{step.batch->logits, model.shape.vocab_size});
+    end_products();
 }
 
 void multiply_all_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
                        int num_columns) {
     share_quantized_rows(step, thread, weight, rows, stride);
     multiply(step, 0, thread, weight, rows, stride, step.batch->num_tokens, WriteColumns{to, num_columns});
+    end_products();
 }
 
 // ---- Probes --------------------------------------------------------------------------------------------------------
@@ -293,6 +295,24 @@ float read_memory(const char* from, size_t num_bytes) {
     return sum_of(sums[0] + sums[1] + sums[2] + sums[3]);
 }
 
+#if defined(OCTAVO_AMX)
+template <class Groups>
+double multiply_groups_in_registers(int num_rounds, float* sink) {
+    alignas(64) float sums[kTileRows * kLanes];
+    begin_products();
+    unroll<8>([&](auto tile) __attribute__((always_inline)) { clear_tile<decltype(tile)::value>(); });
+    for (int round = 0; round < num_rounds; ++round) {
+        add_tile_products<Groups, 0, 4, 6>();
+        add_tile_products<Groups, 1, 4, 7>();
+        add_tile_products<Groups, 2, 5, 6>();
+        add_tile_products<Groups, 3, 5, 7>();
+    }
+    store_tile<0>(sums, kTileLineBytes);
+    end_products();
+    *sink = sums[0];
+    return 2.0 * kSumTiles * kTileRows * kLanes * kTileGroups * Groups::kInputs * num_rounds;
+}
+#else
 template <class Groups>
 double multiply_groups_in_registers(int num_rounds, float* sink) {
     constexpr int kColumns = kIsWide ? 2 : 1;
@@ -321,13 +341,14 @@ double multiply_groups_in_registers(int num_rounds, float* sink) {
     *sink = total;
     return 2.0 * Groups::kInputs * kLanes * kMaxRows * kColumns * num_rounds;
 }
+#endif
 
 double multiply_in_registers(ValueType type, int num_rounds, float* sink) {
     return type == ValueType::kInt8 ? multiply_groups_in_registers<Int8Quads>(num_rounds, sink)
                                     : multiply_groups_in_registers<Bfloat16Pairs>(num_rounds, sink);
 }
 
-constexpr Kernels kernels_of(const char* name) { 
+constexpr Kernels kernels_of(const char* name) {
     return {name, run_step, multiply_all_rows, read_memory, multiply_in_registers};
 }
 

@@ -1,5 +1,6 @@
-#include "buffer.hpp"
+#include "memory.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -12,6 +13,7 @@ namespace octavo {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
+constexpr size_t kArenaPieceBytes = size_t{32} << 20;
 
 size_t rounded_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -34,6 +36,19 @@ void Buffer::reserve(size_t num_bytes) {
 #endif
     std::memset(memory_.get(), 0, size);
     num_bytes_ = size;
+}
+
+void* Arena::allocate(size_t num_bytes) {
+    const size_t size = rounded_up(num_bytes, kAlignment);
+    if (size > free_bytes_) {
+        free_bytes_ = std::max(size, kArenaPieceBytes);
+        pieces_.emplace_back(free_bytes_);
+        free_ = pieces_.back().as<char>();
+    }
+    void* allocated = free_;
+    free_ += size;
+    free_bytes_ -= size;
+    return allocated;
 }
 
 }  // namespace octavo

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 namespace octavo {
 
@@ -29,6 +30,17 @@ class Buffer {
     };
     std::unique_ptr<void, Free> memory_;
     size_t num_bytes_ = 0;
+};
+
+// Memory for what lives as long as the model, cut from large pieces, so that small weights lie in huge pages too.
+class Arena {
+   public:
+    void* allocate(size_t num_bytes);
+
+   private:
+    std::vector<Buffer> pieces_;
+    size_t free_bytes_ = 0;
+    char* free_ = nullptr;
 };
 
 }  // namespace octavo
