@@ -32,8 +32,9 @@ template <int DISTANCE>
 OCTAVO_INLINE Vec butterfly(Vec v) {
     using Lanes = typename MakeSequence<kPartLanes>::type;
     if constexpr (DISTANCE < kPartLanes) {
-        OCTAVO_PARTS(lanes_at_distance<DISTANCE>(v.part[i], Lanes{}) +
-                     v.part[i] * signs_at_distance<DISTANCE>(Lanes{}));
+        // Multiplied by one or minus one a value stays exact, so that this is a sum or a difference on any processor.
+        OCTAVO_PARTS(fma_part(v.part[i], signs_at_distance<DISTANCE>(Lanes{}),
+                              lanes_at_distance<DISTANCE>(v.part[i], Lanes{})));
     } else {
         constexpr int kOther = DISTANCE / kPartLanes;
         OCTAVO_PARTS(i & kOther ? v.part[i ^ kOther] - v.part[i] : v.part[i] + v.part[i ^ kOther]);
@@ -52,15 +53,31 @@ OCTAVO_INLINE void rotate(Block& block) {
     block[3] = b - d;
 }
 
-OCTAVO_INLINE Vec absolute(Vec v) { OCTAVO_PARTS(bit_cast<Part>(bit_cast<Bits>(v.part[i]) & 0x7fffffffu)); }
+constexpr int32_t kInfinityBits = 0x7f800000, kNotANumberBits = 0x7fc00000;
 
-// Rounds values below 2^22 to the nearest integer, halves to even.
-OCTAVO_INLINE IntVec rounded(Vec v) {
-    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits.
-    OCTAVO_PARTS_OF(IntVec, bit_cast<Ints>(v.part[i] + kRounder) - bit_cast<int32_t>(kRounder));
+// Bits of absolute values are in the order of the values, and above them all are those of what is not a finite number.
+OCTAVO_INLINE IntVec larger(IntVec absolute_bits, Vec values) {
+    OCTAVO_PARTS_OF(IntVec, [](Ints a, Ints b) __attribute__((always_inline)) { return a > b ? a : b; }(
+                                absolute_bits.part[i], bit_cast<Ints>(values.part[i]) & 0x7fffffff));
 }
 
-OCTAVO_INLINE void store_int8(char* to, IntVec v) {
+OCTAVO_INLINE int32_t largest_of(IntVec v) {
+    int32_t largest = 0;
+    for (const Ints& part : v.part)
+        for (int lane = 0; lane < kPartLanes; ++lane) largest = part[lane] > largest ? part[lane] : largest;
+    return largest;
+}
+
+// Wraps.
+OCTAVO_INLINE uint32_t sum_of(IntVec v) {
+    uint32_t sum = 0;
+    for (const Ints& part : v.part)
+        for (int lane = 0; lane < kPartLanes; ++lane) sum += (uint32_t)part[lane];
+    return sum;
+}
+
+// Stores the low byte of each lane.
+OCTAVO_INLINE void store_bytes(char* to, IntVec v) {
     unroll<kParts>([&](auto index) __attribute__((always_inline)) {
         constexpr int i = decltype(index)::value;
         const Bytes bytes = __builtin_convertvector(v.part[i], Bytes);
@@ -68,18 +85,11 @@ OCTAVO_INLINE void store_int8(char* to, IntVec v) {
     });
 }
 
-OCTAVO_INLINE int32_t sum_of(IntVec v) {
-    int32_t sum = 0;
-    for (const Ints& part : v.part)
-        for (int lane = 0; lane < kPartLanes; ++lane) sum += part[lane];
-    return sum;
-}
-
 // Writes num_inputs int8 values and their RowScale; inputs beyond the num_values that there are count as zeros.
 // `rotated` has room for num_inputs. Where a value is not a finite number the scale is none, and so is all that the row
 // is multiplied to.
 void quantize_row(const bf16* values, int num_values, int num_inputs, float* rotated, char* to) {
-    Vec largest = zero(), faults = zero();
+    IntVec largest{};
     for (int first = 0; first < num_inputs; first += kRotatedInputs) {
         Block block;
         unroll<kRotatedInputs / kLanes>([&](auto index) __attribute__((always_inline)) {
@@ -89,23 +99,29 @@ void quantize_row(const bf16* values, int num_values, int num_inputs, float* rot
         });
         rotate(block);
         for (int i = 0; i < kRotatedInputs / kLanes; ++i) {
-            largest = max(absolute(block[i]), largest);
-            faults = faults + (block[i] - block[i]);
+            largest = larger(largest, block[i]);
             store(rotated + first + i * kLanes, block[i]);
         }
     }
     constexpr float kSmallest = 1e-30f;  // of what has an inverse; rows below it are zeros
-    const float maximum = max_of(largest) + sum_of(faults);
+    const int32_t largest_bits = largest_of(largest);
+    const float maximum = bit_cast<float>(largest_bits < kInfinityBits ? largest_bits : kNotANumberBits);
     const Vec inverse = splat(maximum > kSmallest ? kLargestInt8 / maximum : 0.0f);
+    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits.
     IntVec sum{};
     for (int input = 0; input < num_inputs; input += kLanes) {
-        const IntVec integers = rounded(load(rotated + input) * inverse);
+        const Vec shifted = load(rotated + input) * inverse + splat(kRounder);
+        IntVec bits;
         unroll<kParts>([&](auto index) __attribute__((always_inline)) {
-            sum.part[decltype(index)::value] += integers.part[decltype(index)::value];
+            constexpr int i = decltype(index)::value;
+            bits.part[i] = bit_cast<Ints>(shifted.part[i]);
+            sum.part[i] = (Ints)((Bits)sum.part[i] + (Bits)bits.part[i]);
         });
-        store_int8(to + input, integers);
+        store_bytes(to + input, bits);
     }
-    const RowScale end = {maximum * (kRotationScale / kLargestInt8), sum_of(sum)};
+    // Sums of bits wrap, and what was added to each comes off again.
+    const uint32_t values_sum = sum_of(sum) - (uint32_t)num_inputs * bit_cast<uint32_t>(kRounder);
+    const RowScale end = {maximum * (kRotationScale / kLargestInt8), (int32_t)values_sum};
     __builtin_memcpy(to + num_inputs, &end, sizeof(end));
 }
 
