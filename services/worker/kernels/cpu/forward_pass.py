@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libs.obs import get_logger
+from services.worker.config import Quantization
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.cache import TILE_TOKENS, TiledKVCache
 from services.worker.kernels.cpu.extension import Bfloat16Bits, Extension, FloatVector, NativeModel
@@ -54,10 +55,17 @@ class NativeForwardPass:
         block_size: int,
         num_threads: int,
         kernels: str = "",
+        quantization: Quantization = Quantization.NONE,
     ) -> None:
         self._config = config
         self._model = _load(
-            extension, config, reader, block_size=block_size, num_threads=num_threads, kernels=kernels
+            extension,
+            config,
+            reader,
+            block_size=block_size,
+            num_threads=num_threads,
+            kernels=kernels,
+            quantization=quantization,
         )
         # Kept from step to step: to touch new memory costs more than to fill it.
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
@@ -65,8 +73,14 @@ class NativeForwardPass:
             "native kernels ready",
             kernels=self._model.kernels,
             num_threads=num_threads,
+            quantization=quantization.value,
             weight_bytes=self._model.weight_bytes,
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are kept."""
+        return self._model.weight_bytes
 
     @property
     def native_model(self) -> NativeModel:
@@ -124,6 +138,7 @@ def _load(
     block_size: int,
     num_threads: int,
     kernels: str,
+    quantization: Quantization,
 ) -> NativeModel:
     """Turn the model's description into a plan, packing each weight as it is read."""
     description = describe(config)
@@ -140,6 +155,7 @@ def _load(
         amplitudes=np.array([rotary_amplitude(rotary) for rotary in rotaries], dtype=np.float32),
         num_threads=num_threads,
         kernels=kernels,
+        quantization=quantization.value,
     )
     parameters = _Parameters(reader)
     model.set_embedding(parameters.weight(description.embedding), description.embedding_scale)

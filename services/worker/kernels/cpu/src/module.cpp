@@ -37,6 +37,12 @@ void require_length(size_t actual, size_t expected, const char* message) {
     if (actual != expected) throw std::invalid_argument(message);
 }
 
+ValueType type_named(const std::string& quantization) {
+    if (quantization == "int8") return ValueType::kInt8;
+    if (quantization == "none") return ValueType::kBfloat16;
+    throw std::invalid_argument("There is no quantization named " + quantization + ".");
+}
+
 void bind_cache(NativeModel& model, const std::vector<Array<uint16_t, 2>>& layers) {
     const Shape& shape = model.shape();
     const size_t block_values = (size_t)shape.block_size * 2 * shape.num_kv_heads * shape.head_dim;
@@ -88,22 +94,36 @@ NB_MODULE(_native, module) {
     nb::enum_<Activation>(module, "Activation")
         .value("SILU", Activation::kSilu)
         .value("GELU_TANH", Activation::kGeluTanh);
+    module.def(
+        "multiply_rows",
+        [](WeightArray weight, WeightArray rows, Array<float, 2> to, int num_threads, const std::string& kernels,
+           const std::string& quantization) {
+            require_length(to.shape(0), rows.shape(0), "There must be a result for each row.");
+            require_length(to.shape(1), weight.shape(0), "A result must be as wide as the weight.");
+            nb::gil_scoped_release release;
+            multiply_rows(type_named(quantization), matrix_of(weight), matrix_of(rows), to.data(), num_threads, kernels);
+        },
+        nb::kw_only(), "weight"_a, "rows"_a, "to"_a, "num_threads"_a, "kernels"_a, "quantization"_a);
     nb::class_<NativeModel>(module, "NativeModel")
         .def(
             "__init__",
             [](NativeModel* self, int hidden_size, int num_heads, int num_kv_heads, int head_dim, int vocab_size,
                int block_size, float rms_norm_eps, Array<const float, 2> frequencies, VectorArray amplitudes,
-               int num_threads, const std::string& kernels) {
+               int num_threads, const std::string& kernels, const std::string& quantization) {
                 const Shape shape = {hidden_size, 0,          num_heads,  num_kv_heads,
                                      head_dim,    vocab_size, block_size, rms_norm_eps};
                 const Rotations rotations = {{frequencies.data(), (int64_t)frequencies.size()}, values_of(amplitudes)};
-                new (self) NativeModel(shape, rotations, num_threads, kernels);
+                new (self) NativeModel(shape, type_named(quantization), rotations, num_threads, kernels);
             },
             nb::kw_only(), "hidden_size"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a,
-            "block_size"_a, "rms_norm_eps"_a, "frequencies"_a, "amplitudes"_a, "num_threads"_a, "kernels"_a)
+            "block_size"_a, "rms_norm_eps"_a, "frequencies"_a, "amplitudes"_a, "num_threads"_a, "kernels"_a,
+            "quantization"_a)
         .def(
             "set_embedding",
-            [](NativeModel& model, WeightArray weight, float scale) { model.set_embedding(matrix_of(weight), scale); },
+            [](NativeModel& model, WeightArray weight, float scale) {
+                nb::gil_scoped_release release;
+                model.set_embedding(matrix_of(weight), scale);
+            },
             "weight"_a, "scale"_a)
         .def(
             "add_attention",
@@ -115,6 +135,7 @@ NB_MODULE(_native, module) {
                                                   values_of(output_bias), values_of(query_norm), values_of(key_norm),
                                                   values_of(norm_after),  rotation,              window,
                                                   softmax_scale};
+                nb::gil_scoped_release release;
                 model.add_attention(values_of(norm), matrix_of(query), matrix_of(key), matrix_of(value),
                                     matrix_of(output), details);
             },
@@ -125,6 +146,7 @@ NB_MODULE(_native, module) {
             "add_feed_forward",
             [](NativeModel& model, VectorArray norm, WeightArray gate, WeightArray up, WeightArray down,
                Activation activation, OptionalVector norm_after) {
+                nb::gil_scoped_release release;
                 model.add_feed_forward(values_of(norm), matrix_of(gate), matrix_of(up), matrix_of(down), activation,
                                        values_of(norm_after));
             },
@@ -132,6 +154,7 @@ NB_MODULE(_native, module) {
         .def(
             "set_head",
             [](NativeModel& model, VectorArray norm, std::optional<WeightArray> weight) {
+                nb::gil_scoped_release release;
                 if (!weight) return model.set_head(values_of(norm), nullptr);
                 const Matrix matrix = matrix_of(*weight);
                 model.set_head(values_of(norm), &matrix);
@@ -142,8 +165,13 @@ NB_MODULE(_native, module) {
              "block_tables"_a, "sampled_rows"_a, "logits"_a, "is_finite"_a)
         .def("read_bandwidth", &NativeModel::read_bandwidth, "num_bytes"_a, "num_rounds"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def("multiply_rate", &NativeModel::multiply_rate, "num_rounds"_a,
-             nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "multiply_rate",
+            [](NativeModel& model, int num_rounds, const std::string& quantization) {
+                nb::gil_scoped_release release;
+                return model.multiply_rate(type_named(quantization), num_rounds);
+            },
+            "num_rounds"_a, "quantization"_a = "none")
         .def_prop_ro("weight_bytes", &NativeModel::weight_bytes)
         .def_prop_ro("kernels", &NativeModel::kernels);
 }
