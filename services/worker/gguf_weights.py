@@ -41,6 +41,10 @@ _LAYER_NAMES = {
 }
 
 
+# Arrays that a model's shape needs have an item for each layer at most; longer ones are the vocabulary's.
+_MAX_ITEMS = 4_096
+
+
 class GgufWeights:
     """A ``WeightSource`` over a GGUF file, which stays mapped into memory while it is read."""
 
@@ -70,17 +74,22 @@ class GgufWeights:
 
 
 class _TensorReader(GGUFReader):
-    """The package's reader without the strings of arrays: they take 1.6 s and are the tokenizer's, not ours."""
+    """The package's reader without arrays of strings and long arrays: vocabularies take 1.6 s and are not ours."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:  # Any: a tuple of the package's own parts.
-        if raw_type != GGUFValueType.ARRAY or int(self._get(orig_offs, np.uint32)[0]) != GGUFValueType.STRING:
+        if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         data: memoryview = memoryview(self.data)  # type: ignore[arg-type]  # An array is a buffer.
-        (num_strings,) = struct.unpack_from("<Q", data, orig_offs + 4)
+        item_type, num_items = struct.unpack_from("<IQ", data, orig_offs)
         offset = orig_offs + 12
-        for _ in range(num_strings):
-            offset += 8 + struct.unpack_from("<Q", data, offset)[0]
-        return offset - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
+        if item_type == GGUFValueType.STRING:
+            for _ in range(num_items):
+                offset += 8 + struct.unpack_from("<Q", data, offset)[0]
+        elif num_items > _MAX_ITEMS and item_type in self.gguf_scalar_to_np:
+            offset += num_items * np.dtype(self.gguf_scalar_to_np[GGUFValueType(item_type)]).itemsize
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        return offset - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType(item_type)]
 
 
 class _Metadata:

@@ -88,6 +88,7 @@ def test_memory_is_zero_and_resident_from_the_start() -> None:
     before = psutil.Process().memory_info().rss
 
     cache = KVCache(CONFIG, planned, torch.bfloat16)
+    cache.populate()
 
     assert len(cache.layers) == 3
     assert cache.layers[0].shape == (10_000, 16, 2, 2, 8)

@@ -19,11 +19,15 @@ from services.worker.kernels.cpu.extension import Bfloat16Bits, Extension, Float
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.rotary import rotary_frequencies
 from services.worker.models.description import Attention, FeedForward, describe_llama
+from services.worker.step_work import MachineLimits
 from services.worker.weights import ModelConfig, WeightReader
+from services.worker.work_counter import WeightSizes
 
 _log = get_logger("native_kernels")
 
 _HEAD_MULTIPLE = 32
+_PROBE_BYTES = 256 * 2**20
+_PROBE_ROUNDS = 3
 
 
 def reason_against(
@@ -55,7 +59,7 @@ class NativeForwardPass:
         kernels: str = "",
     ) -> None:
         self._config = config
-        self._model = _load(
+        self._model, self._weight_sizes = _load(
             extension, config, reader, block_size=block_size, num_threads=num_threads, kernels=kernels
         )
         # Kept from step to step: to touch new memory costs more than to fill it.
@@ -71,6 +75,18 @@ class NativeForwardPass:
     def native_model(self) -> NativeModel:
         """The native side, for probes of the machine."""
         return self._model
+
+    @property
+    def weight_sizes(self) -> WeightSizes:
+        """Bytes of the packed weights."""
+        return self._weight_sizes
+
+    def measure_limits(self) -> MachineLimits:
+        """Measure how fast all threads read the weights and multiply; takes some hundredths of a second."""
+        return MachineLimits(
+            bytes_per_second=self._model.weight_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS),
+            operations_per_second=self._model.multiply_rate(_PROBE_ROUNDS),
+        )
 
     def make_cache(self, plan: KVCachePlan) -> KVCache:
         """Allocate the KV cache in the kernels' layout and use it from now on."""
@@ -123,7 +139,7 @@ def _load(
     block_size: int,
     num_threads: int,
     kernels: str,
-) -> NativeModel:
+) -> tuple[NativeModel, WeightSizes]:
     """Turn the model's description into a plan, packing each weight as it is read."""
     model = extension.NativeModel(
         hidden_size=config.hidden_size,
@@ -148,6 +164,7 @@ def _load(
         return reader.read(name, size).float().numpy()
 
     model.set_embedding(matrix(description.embedding, config.vocab_size, size))
+    embedding_bytes = model.weight_bytes
     for operation in description.operations:
         match operation:
             case Attention():
@@ -166,12 +183,15 @@ def _load(
                     matrix(operation.up, inner, size),
                     matrix(operation.down, size, inner),
                 )
+    layers_bytes = model.weight_bytes - embedding_bytes
     head = None if description.head is None else matrix(description.head, config.vocab_size, size)
     model.set_head(vector(description.final_norm), head)
     for name in description.unused:
         reader.skip(name)
     reader.finish()
-    return model
+    # A head of its own was packed last; otherwise the embedding is read as the head.
+    head_bytes = model.weight_bytes - layers_bytes - (0 if head is None else embedding_bytes)
+    return model, WeightSizes(layers_bytes=layers_bytes, head_bytes=head_bytes)
 
 
 def _bits_of(tensor: Tensor) -> Bfloat16Bits:

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
 #if defined(__linux__)
@@ -327,6 +328,29 @@ double NativeModel::read_bandwidth(size_t num_bytes, int num_rounds) {
             sums[(size_t)thread] = kernels_.read_memory(memory.as<char>() + (size_t)thread * share, share);
         });
         best = std::max(best, (double)share * num_threads_ / seconds_since(start));
+    }
+    return best;
+}
+
+double NativeModel::weight_bandwidth(size_t max_bytes, int num_rounds) {
+    Pool pool(num_threads_, 1);
+    std::vector<float> sums((size_t)num_threads_);
+    double best = 0.0;
+    for (int round = 0; round < num_rounds; ++round) {
+        std::vector<size_t> num_read((size_t)num_threads_);
+        const auto start = std::chrono::steady_clock::now();
+        pool.run([&](int thread) {
+            size_t left = max_bytes / (size_t)num_threads_ / kAlignment * kAlignment;
+            for (const Buffer& weight : weights_) {
+                const size_t share = weight.num_bytes() / (size_t)num_threads_ / kAlignment * kAlignment;
+                const size_t count = std::min(share, left);
+                sums[(size_t)thread] += kernels_.read_memory(weight.as<char>() + (size_t)thread * share, count);
+                num_read[(size_t)thread] += count;
+                left -= count;
+            }
+        });
+        const double total = (double)std::accumulate(num_read.begin(), num_read.end(), size_t{0});
+        best = std::max(best, total / seconds_since(start));
     }
     return best;
 }

@@ -25,6 +25,7 @@ class Buffer {
     T* as() const {
         return static_cast<T*>(memory_.get());
     }
+    size_t num_bytes() const { return num_bytes_; }
 
    private:
     struct Free {
@@ -79,6 +80,8 @@ class NativeModel {
     void run(const StepArrays& arrays);
 
     double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
+    // The same over the packed weights, of which at most `max_bytes` are read: it needs no memory of its own.
+    double weight_bandwidth(size_t max_bytes, int num_rounds);
     double multiply_rate(int num_rounds);                     // operations a second
 
     const Shape& shape() const { return model_.shape; }

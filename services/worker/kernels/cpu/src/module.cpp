@@ -116,6 +116,8 @@ NB_MODULE(_native, module) {
              "block_tables"_a, "sampled_rows"_a, "logits"_a, "is_finite"_a)
         .def("read_bandwidth", &NativeModel::read_bandwidth, "num_bytes"_a, "num_rounds"_a,
              nb::call_guard<nb::gil_scoped_release>())
+        .def("weight_bandwidth", &NativeModel::weight_bandwidth, "max_bytes"_a, "num_rounds"_a,
+             nb::call_guard<nb::gil_scoped_release>())
         .def("multiply_rate", &NativeModel::multiply_rate, "num_rounds"_a,
              nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("weight_bytes", &NativeModel::weight_bytes)
