@@ -87,7 +87,7 @@ class LoadClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        started, times = time.perf_counter(), list[float]()
+        started, first, times = time.perf_counter(), float("inf"), list[float]()
         usage, error = {"prompt_tokens": 0, "completion_tokens": 0}, None
         try:
             async with self._session.post("/v1/chat/completions", json=body) as response:
@@ -98,14 +98,17 @@ class LoadClient:
                         chunk: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
                         error = chunk["error"]["code"] if "error" in chunk else error
                         usage = chunk.get("usage") or usage
-                        if any(choice["delta"].get("content") for choice in chunk.get("choices", ())):
-                            times.append(time.perf_counter())
+                        now, choices = time.perf_counter(), chunk.get("choices", ())
+                        # The first message may hold no text: its token can be one that is not shown.
+                        first = min(first, now) if choices else first
+                        if any(choice["delta"].get("content") for choice in choices):
+                            times.append(now)
         except (aiohttp.ClientError, TimeoutError) as failure:
             error = f"{type(failure).__name__}: {failure}"
-        if not times:
-            return Stream(error or "no text came", usage["prompt_tokens"], 0, float("inf"), ())
+        if error is None and usage["completion_tokens"] != prompt.num_output_tokens:
+            error = f"{usage['completion_tokens']} tokens came instead of {prompt.num_output_tokens}"
         gaps = tuple(float(gap) for gap in np.diff(times))
-        return Stream(error, usage["prompt_tokens"], usage["completion_tokens"], times[0] - started, gaps)
+        return Stream(error, usage["prompt_tokens"], usage["completion_tokens"], first - started, gaps)
 
     async def send_closed(self, prompts: Iterable[Prompt], concurrency: int) -> list[Stream]:
         """Send all prompts, ``concurrency`` of them at any time."""
