@@ -29,9 +29,11 @@ _TIMEOUT_SECONDS = 600.0
 # depend on what the compiler did in one of several copies of a loop.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall")
 _BINDING_FLAGS = ("-Os", *_FLAGS[1:3], "-fvisibility=hidden", "-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS")
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
 _X86_UNITS = {
     "step_avx2.cpp": ("-mavx2", "-mfma"),
-    "step_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"),
+    "step_avx512.cpp": _AVX512_FLAGS,
+    "step_amx.cpp": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
 }
 
 
