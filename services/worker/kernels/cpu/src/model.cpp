@@ -83,6 +83,10 @@ void pack_gated(const Panels& panels, const Matrix& gate, const Matrix& up) {
     }
 }
 
+size_t bytes_of(const Panels& panels) {
+    return (size_t)panels.num_panels * (size_t)panels.num_pairs * kPanelColumns * 2 * sizeof(bf16);
+}
+
 size_t scratch_bytes(const Shape& shape) {
     const size_t rows = (size_t)kTileTokens * (size_t)(shape.num_heads / shape.num_kv_heads);
     const size_t chunk = (size_t)kChunkTiles * kTileTokens;
@@ -367,6 +371,12 @@ double NativeModel::read_bandwidth(size_t num_bytes, int num_rounds) {
 
 double NativeModel::weight_bandwidth(size_t max_bytes, int num_rounds) {
     Pool pool(num_threads_, 1);
+    std::vector<const Panels*> all_panels;
+    for (const Operation& operation : operations_) {
+        all_panels.push_back(&operation.first);
+        all_panels.push_back(&operation.second);
+    }
+    all_panels.push_back(&model_.head);
     std::vector<float> sums((size_t)num_threads_);
     double best = 0.0;
     for (int round = 0; round < num_rounds; ++round) {
@@ -374,10 +384,11 @@ double NativeModel::weight_bandwidth(size_t max_bytes, int num_rounds) {
         const auto start = std::chrono::steady_clock::now();
         pool.run([&](int thread) {
             size_t left = max_bytes / (size_t)num_threads_ / kAlignment * kAlignment;
-            for (const Buffer& weight : weights_) {
-                const size_t share = weight.num_bytes() / (size_t)num_threads_ / kAlignment * kAlignment;
+            for (const Panels* panels : all_panels) {
+                const size_t share = bytes_of(*panels) / (size_t)num_threads_ / kAlignment * kAlignment;
                 const size_t count = std::min(share, left);
-                sums[(size_t)thread] += kernels_.read_memory(weight.as<char>() + (size_t)thread * share, count);
+                const char* from = (const char*)panels->data + (size_t)thread * share;
+                sums[(size_t)thread] += kernels_.read_memory(from, count);
                 num_read[(size_t)thread] += count;
                 left -= count;
             }

@@ -25,7 +25,6 @@ class Buffer {
     T* as() const {
         return static_cast<T*>(memory_.get());
     }
-    size_t num_bytes() const { return num_bytes_; }
 
    private:
     struct Free {
