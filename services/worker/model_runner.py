@@ -127,6 +127,11 @@ class TorchRunner:
             limits=machine_limits,
         )
 
+    def wait_until_settled(self) -> None:
+        """Wait until the cache is resident and the memory in use has been compared with what was stated."""
+        if self._settling is not None:
+            self._settling.wait()
+
     def reset(self) -> None:
         """Forget all sequences; what is in the KV cache stays."""
         if self._loaded is not None:

@@ -158,6 +158,7 @@ class _Load:
         self.task: asyncio.Task[LoadedModel] | None = None
         self._model_name = model_name
         self._progress = LoadProgress("starting", 0, 0)
+        self._logged: LoadProgress | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -191,9 +192,13 @@ class _Load:
                 yield progress
 
     def _log_progress(self, progress: LoadProgress) -> None:
-        done, total = progress.loaded_bytes, progress.total_bytes
+        # Several callers may wait, and a slow stage reports nothing new.
+        if progress == self._logged:
+            return
+        self._logged, done, total = progress, progress.loaded_bytes, progress.total_bytes
         _log.info(
-            f"loading {self._model_name}: {100 * done // total} % ({done // 10**6} of {total // 10**6} MB)",
+            f"loading {self._model_name}: {progress.description}, {100 * done // total} % "
+            f"({done // 10**6} of {total // 10**6} MB)",
             loaded_bytes=done,
             total_bytes=total,
         )
