@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from libs.text import resolve_model_path
 from scripts.octavo_under_test import REPOSITORY, cpu_model
-from services.worker.config import WorkerConfig
+from services.worker.config import Quantization, WorkerConfig
 from services.worker.forward_pass import ForwardPass, TorchForwardPass
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.extension import Extension, NativeModel, load_extension
@@ -44,8 +44,8 @@ BLOCK_SIZE = 16
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 1_024)
 PREFILLS = (64, 128, 256, 512, 1_000, 2_048)
-# Number formats of the weights, as their names stand in the result.
-WEIGHT_TYPES = ("bfloat16",)
+# Number formats of the weights by their names in the result.
+WEIGHT_TYPES = {"bfloat16": Quantization.NONE, "int8": Quantization.INT8}
 _DTYPE = torch.bfloat16
 _PROBE_BYTES = 256 * 2**20
 _PROBE_ROUNDS = 3
@@ -88,11 +88,12 @@ class Probes:
         self.bandwidths: list[float] = []
         self.peaks: dict[str, list[float]] = {weight_type: [] for weight_type in WEIGHT_TYPES}
 
-    def take(self, weight_type: str, model: NativeModel) -> None:
-        """Measure once: the bandwidth of new memory and of the weights, and the rate of the weights' format."""
+    def take(self, model: NativeModel) -> None:
+        """Measure once: the bandwidth of new memory and of the weights, and the rate of each format."""
         self.bandwidths.append(model.read_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS))
         self.bandwidths.append(model.weight_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS))
-        self.peaks[weight_type].append(model.multiply_rate(_PROBE_ROUNDS))
+        for name, quantization in WEIGHT_TYPES.items():
+            self.peaks[name].append(model.multiply_rate(_PROBE_ROUNDS, quantization.value))
 
     def limits(self, weight_type: str) -> MachineLimits:
         """Return the best of all that was measured."""
@@ -141,10 +142,15 @@ def _measure(
 ) -> list[Timed]:
     config = source.config
     native = NativeForwardPass(
-        extension, config, _reader(source), block_size=BLOCK_SIZE, num_threads=options.threads
+        extension,
+        config,
+        _reader(source),
+        block_size=BLOCK_SIZE,
+        num_threads=options.threads,
+        quantization=WEIGHT_TYPES[weight_type],
     )
     passes: list[ForwardPass] = [native]
-    if options.torch:
+    if options.torch and weight_type == "bfloat16":
         passes.append(TorchForwardPass(config, _reader(source), _DTYPE, OperatorThreads(options.threads)))
     num_blocks = max(BATCHES) * max(CONTEXTS) // BLOCK_SIZE
     for forward_pass in passes:
@@ -153,13 +159,13 @@ def _measure(
     blocks = np.random.default_rng(0).permutation(num_blocks)
     timed: list[Timed] = []
     for step in STEPS:
-        probes.take(weight_type, native.native_model)
+        probes.take(native.native_model)
         batch = make_batch(step.num_sequences, step.context, step.num_tokens_each, blocks)
         times = [_best_ms(partial(_step, forward_pass, batch), options.seconds) for forward_pass in passes]
         timed.append(Timed(weight_type, step, counter.work_of(batch), times[0], times[1] if times[1:] else None))
         beside = f", torch {times[1]:.2f} ms" if times[1:] else ""
         print(f"{weight_type}, {step}: {times[0]:.2f} ms{beside}", flush=True)
-    probes.take(weight_type, native.native_model)
+    probes.take(native.native_model)
     return timed
 
 
@@ -170,6 +176,7 @@ def _result(timed: Sequence[Timed], probes: Probes, options: argparse.Namespace)
         "bandwidth_gb_s": round(max(probes.bandwidths) / 1e9, 1),
         "bandwidth_probes_gb_s": [round(value / 1e9, 1) for value in probes.bandwidths],
         "peak_bf16_gflop_s": round(max(probes.peaks["bfloat16"]) / 1e9, 1),
+        "peak_int8_gop_s": round(max(probes.peaks["int8"]) / 1e9, 1),
         "peak_probes_gop_s": {
             weight_type: [round(value / 1e9, 1) for value in peaks] for weight_type, peaks in probes.peaks.items()
         },

@@ -79,6 +79,8 @@ def _config_of(path: Path, config: ModelConfig) -> dict[str, object]:
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
         "rope_theta": config.rope_theta,
+        # The same for readers that know the newer name alone.
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.has_tied_embeddings,
         "max_position_embeddings": config.max_position,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from libs.errors import InternalError, ModelLoadFailed
 from libs.obs import get_logger
 from libs.text import load_model_text, resolve_model_path
-from services.worker.config import WeightsType, WorkerConfig, parse_size
+from services.worker.config import Quantization, WeightsType, WorkerConfig, parse_size
 from services.worker.forward_pass import ForwardPass, load_forward_pass
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.kv_cache import (
@@ -93,6 +93,7 @@ class TorchRunner:
                 dtype=self._dtype,
                 block_size=request.block_size,
                 num_threads=self._config.num_threads_used,
+                quantization=self._config.quantization,
             )
             on_progress(LoadProgress("allocating the KV cache", reader.total_bytes, reader.total_bytes))
             machine_limits = model.measure_limits()
@@ -123,7 +124,7 @@ class TorchRunner:
             gpu_type="CPU",
             total_vram_bytes=measure_memory().total_bytes,
             kv_cache_bytes=cache.plan.size_bytes,
-            weights_bytes=reader.kept_bytes,
+            weights_bytes=model.weight_bytes,
             limits=machine_limits,
         )
 
@@ -163,7 +164,7 @@ class TorchRunner:
 
     def _state_memory(self, request: LoadRequest, config: ModelConfig) -> MemoryStatement:
         """Say what loading is going to take; raises ModelLoadFailed when that is more than there is."""
-        memory, weights_bytes = measure_memory(), config.num_parameters * self._dtype.itemsize
+        memory, weights_bytes = measure_memory(), config.num_parameters * self._weight_value_bytes
         _require_memory_for_weights(weights_bytes, self._dtype, memory)
         beside_weights = dataclasses.replace(memory, available_bytes=memory.available_bytes - weights_bytes)
         statement = MemoryStatement(
@@ -186,6 +187,10 @@ class TorchRunner:
             workspace_bytes=statement.workspace_bytes,
         )
         return statement
+
+    @property
+    def _weight_value_bytes(self) -> int:
+        return 1 if self._config.quantization is Quantization.INT8 else self._dtype.itemsize
 
     @torch.inference_mode()
     def _warm_up(self, plan: WarmUp) -> None:
