@@ -29,7 +29,7 @@ from services.worker.kv_cache import (
     plan_kv_cache,
 )
 from services.worker.logits_processors import TokenHistory
-from services.worker.resident_memory import MemoryStatement, measure_memory_in_use
+from services.worker.resident_memory import MemoryStatement, give_back_freed_memory, measure_memory_in_use
 from services.worker.sampler import Sampler
 from services.worker.settling import Settling
 from services.worker.step import (
@@ -167,6 +167,8 @@ class TorchRunner:
         memory, weights_bytes = measure_memory(), config.num_parameters * self._weight_value_bytes
         _require_memory_for_weights(weights_bytes, self._dtype, memory)
         beside_weights = dataclasses.replace(memory, available_bytes=memory.available_bytes - weights_bytes)
+        # An earlier load may have left memory behind that this one would seem to give back.
+        give_back_freed_memory()
         statement = MemoryStatement(
             before_bytes=measure_memory_in_use().resident_bytes,
             weights_bytes=weights_bytes,

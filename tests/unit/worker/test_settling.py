@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 from structlog.testing import capture_logs
 
-from services.worker.resident_memory import MemoryStatement, measure_memory_in_use
+from services.worker.resident_memory import MemoryStatement, give_back_freed_memory, measure_memory_in_use
 from services.worker.settling import Settling
 
 
 def statement(kv_cache_bytes: int) -> MemoryStatement:
+    give_back_freed_memory()
     before = measure_memory_in_use().resident_bytes
     return MemoryStatement(before_bytes=before, weights_bytes=0, kv_cache_bytes=kv_cache_bytes, workspace_bytes=0)
 
