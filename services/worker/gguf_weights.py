@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
 from libs.errors import ModelLoadFailed
+from services.worker.gguf_dequantization import dequantized
 from services.worker.weights import LLAMA, FrequencyFactors, ModelConfig, RopeScaling
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -161,7 +161,7 @@ def _canonical_name(name: str) -> str:
 def _values(tensor: Any) -> NDArray[np.float32]:  # Any: gguf ships no type information for its tensors.
     kind = GGMLQuantizationType(tensor.tensor_type)
     try:
-        values: NDArray[np.float32] = dequantize(tensor.data, kind)
+        values = dequantized(tensor.data, kind)
     except NotImplementedError as error:
         raise ModelLoadFailed(
             f"The tensor {tensor.name} has the format {kind.name}, which is not served."
