@@ -6,7 +6,11 @@ Owns the counting. It must not know clocks, metrics or how a step is computed: t
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from services.worker.input_batch import FlatBatch
 from services.worker.step_work import StepKind, StepWork
@@ -33,29 +37,48 @@ def weight_sizes_of(config: ModelConfig, value_bytes: int) -> WeightSizes:
 
 
 class WorkCounter:
-    """Counts the work of one model's steps."""
+    """Counts the work of one model's steps.
 
-    def __init__(self, config: ModelConfig, weights: WeightSizes, *, kv_value_bytes: int) -> None:
+    ``layer_windows`` says how many of the last tokens a token sees in each layer, None for all; empty is all
+    everywhere.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSizes,
+        *,
+        kv_value_bytes: int,
+        layer_windows: Sequence[int | None] = (),
+    ) -> None:
         self._weights = weights
+        self._num_layers_by_window = Counter(layer_windows or (None,) * config.num_layers)
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self._operations_per_token = (
             2 * config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
         )
         # A score and a weighted sum of values, each a product with head_dim terms in every query head.
-        self._operations_per_attended_token = 2 * 2 * config.num_layers * config.num_heads * config.head_dim
+        self._operations_per_attended_token = 2 * 2 * config.num_heads * config.head_dim
         self._operations_per_sampled_row = 2 * config.vocab_size * config.hidden_size
-        self._kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_value_bytes
+        self._kv_bytes_per_token = 2 * config.num_kv_heads * config.head_dim * kv_value_bytes
 
     def work_of(self, batch: FlatBatch) -> StepWork:
         """Count the work of one step."""
-        num_tokens, num_sampled = len(batch.token_ids), int(batch.is_sampled.sum())
-        # A token at position p attends to itself and to the p tokens before it.
-        num_attended = int(batch.positions.sum()) + num_tokens
+        num_sampled = int(batch.is_sampled.sum())
+        num_attended = num_cached = 0  # over all layers
+        for window, num_layers in self._num_layers_by_window.items():
+            # A token at position p sees itself and the p tokens before it; a sequence needs what its first token
+            # sees.
+            seen, needed = batch.positions + 1, batch.context_lens
+            if window is not None:
+                seen, needed = np.minimum(seen, window), np.minimum(needed, window + batch.num_queries - 1)
+            num_attended += num_layers * int(seen.sum())
+            num_cached += num_layers * int(needed.sum())
         return StepWork(
             kind=StepKind.of(batch.num_queries),
-            num_operations=num_tokens * self._operations_per_token
+            num_operations=len(batch.token_ids) * self._operations_per_token
             + num_attended * self._operations_per_attended_token
             + num_sampled * self._operations_per_sampled_row,
             weight_bytes=self._weights.layers_bytes + (self._weights.head_bytes if num_sampled else 0),
-            kv_bytes=int(batch.context_lens.sum()) * self._kv_bytes_per_token,
+            kv_bytes=num_cached * self._kv_bytes_per_token,
         )

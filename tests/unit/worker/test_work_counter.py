@@ -93,6 +93,18 @@ def test_bytes_are_weights_once_and_contexts_once() -> None:
     assert work.num_bytes == work.weight_bytes + work.kv_bytes
 
 
+def test_layers_with_a_window_attend_to_less_and_need_less() -> None:
+    batch, windows = batch_of((16, 20), (0, 7), (64, 1)), (None, 10, 10)
+
+    work = WorkCounter(CONFIG, WEIGHTS, kv_value_bytes=2, layer_windows=windows).work_of(batch)
+    everywhere = WorkCounter(CONFIG, WEIGHTS, kv_value_bytes=2).work_of(batch)
+
+    unseen = sum(max(0, position + 1 - 10) for position in batch.positions.tolist())
+    assert everywhere.num_operations - work.num_operations == 2 * CONFIG.num_heads * 2 * product(1, 8, unseen)
+    # Of 36 tokens the first of the last 20 sees those from the eighth on; of 65 the last sees 10.
+    assert work.kv_bytes == ((36 + 7 + 65) + 2 * (29 + 7 + 10)) * 2 * 2 * 8 * 2
+
+
 def test_the_head_is_not_read_when_nothing_is_sampled() -> None:
     work = WorkCounter(CONFIG, WEIGHTS, kv_value_bytes=2).work_of(batch_of((0, 20), is_sampled=(False,)))
 
