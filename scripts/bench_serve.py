@@ -149,7 +149,9 @@ class Server:
 
     name: str
     base_url: str
-    seconds_to_ready: float | None  # None when it ran already
+    # Both from the start of its process; None when it ran already.
+    seconds_to_ready: float | None = None
+    seconds_to_first_answer: float | None = None
 
 
 def main() -> None:
@@ -206,22 +208,35 @@ def _client(stack: ExitStack, choice: str, folder: Path, model: Path) -> tuple[s
 @contextmanager
 def _octavo(options: argparse.Namespace) -> Iterator[Server]:
     if options.base:
-        yield Server("base", options.base.rstrip("/"), None)
+        yield Server("base", options.base.rstrip("/"))
         return
     flags = ["--model", options.model, *(part for value in options.set for part in ("--set", value))]
     started = time.monotonic()
     with running_octavo(flags) as state:
-        yield Server("base", state["base_url"], round(time.monotonic() - started, 2))
+        yield _started("base", state["base_url"], started)
 
 
 @contextmanager
 def _other(vs: str, folder: Path, model: Path) -> Iterator[Server]:
     if vs != "vllm":
-        yield Server("vs", vs.rstrip("/"), None)
+        yield Server("vs", vs.rstrip("/"))
         return
     started = time.monotonic()
     with running_vllm(folder, served_model_name=model.stem) as base_url:
-        yield Server("vs", base_url, round(time.monotonic() - started, 2))
+        yield _started("vs", base_url, started)
+
+
+def _started(name: str, base_url: str, started: float) -> Server:
+    """Ask a server that has just become ready for its first token; ``started`` is when its process began."""
+    ready_at = time.monotonic()
+    message = {"role": "user", "content": "Hello"}
+    body = {"model": _model_name(base_url), "messages": [message], "max_tokens": 1, "temperature": 0}
+    request = urllib.request.Request(
+        f"{base_url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_SECONDS) as response:
+        response.read()
+    return Server(name, base_url, round(ready_at - started, 2), round(time.monotonic() - started, 2))
 
 
 def _model_name(base_url: str) -> str:

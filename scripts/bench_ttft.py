@@ -122,11 +122,11 @@ async def _search(
     client: LoadClient, maker: PromptMaker, kind: RequestKind, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Bisect between a rate that holds and one that does not, from what the server does with all it can get."""
-    deadline = time.monotonic() + options.search_seconds
     closed = [Prompt(maker.words(kind.num_prompt_tokens), kind.num_output_tokens) for _ in range(16)]
     started = time.perf_counter()
     await client.send_closed(closed, concurrency=8)
     capacity = len(closed) / (time.perf_counter() - started)
+    deadline = time.monotonic() + options.search_seconds
     low, high, probes = 0.0, capacity, list[dict[str, Any]]()
     while high - low > _RESOLUTION * high and time.monotonic() < deadline:
         rate = (low + high) / 2
@@ -136,7 +136,8 @@ async def _search(
         low, high = (rate, high) if probe["holds"] else (low, rate)
     return {
         "kind": asdict(kind),
-        "requests_per_second": round(low, 3),
+        # None: there was no time to try any; 0: none of those tried was kept.
+        "requests_per_second": round(low, 3) if probes else None,
         "capacity_requests_per_second": round(capacity, 3),
         "ttft_p99_at_most_ms": 1e3 * _TTFT_SECONDS,
         "itl_p99_at_most_ms": 1e3 * _ITL_SECONDS,
