@@ -7,7 +7,6 @@ Owns the counting. It must not know clocks, metrics or how a step is computed: t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,22 +36,11 @@ def weight_sizes_of(config: ModelConfig, value_bytes: int) -> WeightSizes:
 
 
 class WorkCounter:
-    """Counts the work of one model's steps.
+    """Counts the work of one model's steps."""
 
-    ``layer_windows`` says how many of the last tokens a token sees in each layer, None for all; empty is all
-    everywhere.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightSizes,
-        *,
-        kv_value_bytes: int,
-        layer_windows: Sequence[int | None] = (),
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightSizes, *, kv_value_bytes: int) -> None:
         self._weights = weights
-        self._num_layers_by_window = Counter(layer_windows or (None,) * config.num_layers)
+        self._num_layers_by_window = Counter(config.window_of(layer) for layer in range(config.num_layers))
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self._operations_per_token = (
             2 * config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)

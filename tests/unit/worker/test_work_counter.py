@@ -94,9 +94,10 @@ def test_bytes_are_weights_once_and_contexts_once() -> None:
 
 
 def test_layers_with_a_window_attend_to_less_and_need_less() -> None:
-    batch, windows = batch_of((16, 20), (0, 7), (64, 1)), (None, 10, 10)
+    batch = batch_of((16, 20), (0, 7), (64, 1))
+    config = dataclasses.replace(CONFIG, layer_windows=(None, 10, 10))
 
-    work = WorkCounter(CONFIG, WEIGHTS, kv_value_bytes=2, layer_windows=windows).work_of(batch)
+    work = WorkCounter(config, WEIGHTS, kv_value_bytes=2).work_of(batch)
     everywhere = WorkCounter(CONFIG, WEIGHTS, kv_value_bytes=2).work_of(batch)
 
     unseen = sum(max(0, position + 1 - 10) for position in batch.positions.tolist())
