@@ -24,7 +24,9 @@ from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
 from services.worker.layers.threads import OperatorThreads
 from services.worker.models.decoder import Decoder, ForwardBatch
+from services.worker.step_work import MachineLimits
 from services.worker.weights import ModelConfig, WeightReader
+from services.worker.work_counter import WeightSizes, weight_sizes_of
 
 _log = get_logger("forward_pass")
 
@@ -60,6 +62,15 @@ class ForwardPass(Protocol):
 
     def run(self, batch: FlatBatch) -> Forwarded:
         """Compute all tokens of the batch, writing their keys and values."""
+        ...
+
+    @property
+    def weight_sizes(self) -> WeightSizes:
+        """Bytes of the weights as they lie in memory."""
+        ...
+
+    def measure_limits(self) -> MachineLimits | None:
+        """Measure what this machine does at best, or return None where this pass has no means to."""
         ...
 
 
@@ -117,6 +128,15 @@ class TorchForwardPass:
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are kept."""
         return self._weight_bytes
+
+    @property
+    def weight_sizes(self) -> WeightSizes:
+        """Bytes of the weights as they lie in memory."""
+        return weight_sizes_of(self._config, self._dtype.itemsize)
+
+    def measure_limits(self) -> MachineLimits | None:
+        """Return None: torch's operators are not what a probe in registers would measure."""
+        return None
 
     def make_cache(self, plan: KVCachePlan) -> KVCache:
         """Allocate the KV cache."""

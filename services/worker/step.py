@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libs.errors import ClientError, InvalidRequest
+from services.worker.step_work import MachineLimits, StepWork
 
 IntArray = NDArray[np.int64]
 
@@ -156,6 +157,7 @@ class StepResult:
     failed_sequences: tuple[FailedSequence, ...]
     num_computed_tokens: int
     duration_seconds: float
+    work: StepWork | None = None  # None when nothing was computed, or by the stub
 
     @classmethod
     def of(
@@ -166,6 +168,7 @@ class StepResult:
         *,
         num_computed_tokens: int,
         duration_seconds: float,
+        work: StepWork | None = None,
     ) -> StepResult:
         """Put a step's result together; a sequence gets one token at most."""
         return cls(
@@ -176,6 +179,7 @@ class StepResult:
             failed_sequences=(*refused, *sampled.failed_sequences),
             num_computed_tokens=num_computed_tokens,
             duration_seconds=duration_seconds,
+            work=work,
         )
 
 
@@ -227,6 +231,7 @@ class LoadedModel:
     total_vram_bytes: int
     kv_cache_bytes: int
     weights_bytes: int
+    limits: MachineLimits | None = None  # None where they were not measured
 
 
 class ModelRunner(Protocol):

@@ -25,7 +25,9 @@ FILTERED = SamplingParams(temperature=0.8, top_p=0.9, seed=78, repetition_penalt
 def make_runner(folder: Path, **config: object) -> tuple[TorchRunner, LoadedModel]:
     values: dict[str, object] = {"dtype": WeightsType.FLOAT32, "kv_cache_memory": "4MiB", "num_threads": 1}
     runner = TorchRunner(WorkerConfig(model=str(folder), **(values | config)))  # type: ignore[arg-type]
-    return runner, runner.load(load_request(), lambda progress: None)
+    model = runner.load(load_request(), lambda progress: None)
+    runner.wait_until_settled()
+    return runner, model
 
 
 @pytest.fixture(scope="module")

@@ -102,6 +102,10 @@ class NativeModel(Protocol):
         """Measure how many bytes a second all threads read; the best of several rounds."""
         ...
 
+    def weight_bandwidth(self, max_bytes: int, num_rounds: int) -> float:
+        """Measure the same over the packed weights, at most ``max_bytes`` of them; needs no memory of its own."""
+        ...
+
     def multiply_rate(self, num_rounds: int, quantization: str = "none") -> float:
         """Measure how many operations a second all threads do in registers; the best of several rounds.
 

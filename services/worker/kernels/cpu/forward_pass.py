@@ -21,11 +21,15 @@ from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.rotary import rotary_amplitude, rotary_frequencies
 from services.worker.models.description import Activation, Attention, FeedForward, Norm, Projection, describe
 from services.worker.models.parameters import read_bias, read_norm, read_weight
+from services.worker.step_work import MachineLimits
 from services.worker.weights import ModelConfig, WeightReader
+from services.worker.work_counter import WeightSizes
 
 _log = get_logger("native_kernels")
 
 _HEAD_MULTIPLE = 32
+_PROBE_BYTES = 256 * 2**20
+_PROBE_ROUNDS = 3
 
 
 def reason_against(
@@ -58,7 +62,8 @@ class NativeForwardPass:
         quantization: Quantization = Quantization.NONE,
     ) -> None:
         self._config = config
-        self._model = _load(
+        self._quantization = quantization
+        self._model, self._weight_sizes = _load(
             extension,
             config,
             reader,
@@ -86,6 +91,18 @@ class NativeForwardPass:
     def native_model(self) -> NativeModel:
         """The native side, for probes of the machine."""
         return self._model
+
+    @property
+    def weight_sizes(self) -> WeightSizes:
+        """Bytes of the packed weights."""
+        return self._weight_sizes
+
+    def measure_limits(self) -> MachineLimits:
+        """Measure how fast all threads read the weights and multiply; takes some hundredths of a second."""
+        return MachineLimits(
+            bytes_per_second=self._model.weight_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS),
+            operations_per_second=self._model.multiply_rate(_PROBE_ROUNDS, self._quantization.value),
+        )
 
     def make_cache(self, plan: KVCachePlan) -> KVCache:
         """Allocate the KV cache in the kernels' layout and use it from now on."""
@@ -139,7 +156,7 @@ def _load(
     num_threads: int,
     kernels: str,
     quantization: Quantization,
-) -> NativeModel:
+) -> tuple[NativeModel, WeightSizes]:
     """Turn the model's description into a plan, packing each weight as it is read."""
     description = describe(config)
     rotaries = description.rotaries
@@ -159,17 +176,21 @@ def _load(
     )
     parameters = _Parameters(reader)
     model.set_embedding(parameters.weight(description.embedding), description.embedding_scale)
+    embedding_bytes = model.weight_bytes
     for operation in description.operations:
         if isinstance(operation, Attention):
             _add_attention(model, operation, rotaries.index(operation.rotary), parameters)
         else:
             _add_feed_forward(model, operation, extension, parameters)
+    layers_bytes = model.weight_bytes - embedding_bytes
     head = None if description.head is None else parameters.weight(description.head)
     model.set_head(parameters.norm(description.final_norm), head)
     for name in description.unused:
         reader.skip(name)
     reader.finish()
-    return model
+    # A head of its own was packed last; otherwise the embedding is read as the head.
+    head_bytes = model.weight_bytes - layers_bytes - (0 if head is None else embedding_bytes)
+    return model, WeightSizes(layers_bytes=layers_bytes, head_bytes=head_bytes)
 
 
 def _add_attention(model: NativeModel, operation: Attention, rotation: int, parameters: _Parameters) -> None:

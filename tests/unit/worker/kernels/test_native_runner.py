@@ -32,7 +32,9 @@ def make_runner(folder: Path) -> tuple[TorchRunner, LoadedModel]:
     runner = TorchRunner(
         WorkerConfig(model=str(folder), kernels=KernelChoice.NATIVE, kv_cache_memory="8MiB", num_threads=2)
     )
-    return runner, runner.load(load_request(block_size=16), lambda progress: None)
+    model = runner.load(load_request(block_size=16), lambda progress: None)
+    runner.wait_until_settled()
+    return runner, model
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,61 @@ def test_loading_again_begins_anew(folder: Path) -> None:
     engine.add(0, prompt_of(1, 40))
 
     assert len(engine.run_until(3)[0]) == 3
+
+
+@needs_kernels
+def test_a_load_leaves_the_cache_empty_and_measures_the_machine(folder: Path) -> None:
+    runner, model = make_runner(folder)
+
+    assert runner._loaded is not None
+    assert not any(layer.any() for layer in runner._loaded.cache.layers)
+    assert model.limits is not None
+    assert model.limits.bytes_per_second > 0
+    assert model.limits.operations_per_second > 0
+
+
+@needs_kernels
+def test_a_step_tells_what_it_had_to_do(folder: Path) -> None:
+    runner, model = make_runner(folder)
+    engine = SmallEngine(runner, model)
+    engine.add(0, prompt_of(1, 40))
+
+    prefill, decode = engine.run_step().work, engine.run_step().work
+
+    assert prefill is not None
+    assert decode is not None
+    assert (prefill.kind.value, decode.kind.value) == ("prefill", "decode")
+    # Panels are padded to whole vectors, so they are not smaller than the weights.
+    assert prefill.weight_bytes == decode.weight_bytes >= model.weights_bytes * 0.9
+    assert decode.kv_bytes * 40 == prefill.kv_bytes * 41
+    assert prefill.num_operations > 39 * decode.num_operations * 0.3
+
+
+@needs_kernels
+def test_what_is_loaded_is_stated_before_and_compared_after(folder: Path) -> None:
+    with capture_logs() as events:
+        _, model = make_runner(folder)
+
+    (before,) = [event for event in events if event["event"] == "memory expected"]
+    (after,) = [event for event in events if event["event"].startswith("memory in use")]
+    assert before["kv_cache_bytes"] == model.kv_cache_bytes
+    assert before["expected_resident_bytes"] == after["expected_resident_bytes"]
+    assert after["resident_bytes"] > model.kv_cache_bytes
+
+
+@needs_kernels
+def test_the_first_step_is_as_good_as_any(folder: Path) -> None:
+    outputs = []
+    for _ in range(2):
+        runner, model = make_runner(folder)
+        engine = SmallEngine(runner, model)
+        engine.add(0, prompt_of(1, 20), DRAWN)
+        outputs.append(engine.run_until(6)[0])
+        engine.end(0)
+        engine.add(0, prompt_of(1, 20), DRAWN)
+        outputs.append(engine.run_until(6)[0])
+
+    assert all(output == outputs[0] for output in outputs)
 
 
 def choose(

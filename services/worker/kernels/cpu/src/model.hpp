@@ -75,6 +75,8 @@ class NativeModel {
     void run(const StepArrays& arrays);
 
     double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
+    // The same over the packed weights, of which at most `max_bytes` are read: it needs no memory of its own.
+    double weight_bandwidth(size_t max_bytes, int num_rounds);
     double multiply_rate(ValueType type, int num_rounds);     // operations a second
 
     const Shape& shape() const { return model_.shape; }

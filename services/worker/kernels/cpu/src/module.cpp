@@ -165,6 +165,8 @@ NB_MODULE(_native, module) {
              "block_tables"_a, "sampled_rows"_a, "logits"_a, "is_finite"_a)
         .def("read_bandwidth", &NativeModel::read_bandwidth, "num_bytes"_a, "num_rounds"_a,
              nb::call_guard<nb::gil_scoped_release>())
+        .def("weight_bandwidth", &NativeModel::weight_bandwidth, "max_bytes"_a, "num_rounds"_a,
+             nb::call_guard<nb::gil_scoped_release>())
         .def(
             "multiply_rate",
             [](NativeModel& model, int num_rounds, const std::string& quantization) {
