@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from libs.errors import InternalError, ModelLoadFailed
 from libs.text import load_model_text, resolve_model_path
-from services.worker.config import WeightsType, WorkerConfig, parse_size
+from services.worker.config import Quantization, WeightsType, WorkerConfig, parse_size
 from services.worker.forward_pass import ForwardPass, load_forward_pass
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.kv_cache import CacheBudget, KVCache, KVCachePlan, measure_memory, plan_kv_cache
@@ -63,7 +63,7 @@ class TorchRunner:
         path = resolve_model_path(self._config.model)
         text = load_model_text(path)
         source = open_weights(path)
-        _require_memory_for_weights(source.config, self._dtype)
+        _require_memory_for_weights(source.config, self._dtype, self._config.quantization)
         reader = WeightReader(
             source, self._dtype, lambda done, total: on_progress(LoadProgress("reading weights", done, total))
         )
@@ -196,11 +196,12 @@ class _Loaded:
         ]
 
 
-def _require_memory_for_weights(config: ModelConfig, dtype: torch.dtype) -> None:
-    needed_bytes, available_bytes = config.num_parameters * dtype.itemsize, measure_memory().available_bytes
+def _require_memory_for_weights(config: ModelConfig, dtype: torch.dtype, quantization: Quantization) -> None:
+    kept_as = torch.int8 if quantization is Quantization.INT8 else dtype
+    needed_bytes, available_bytes = config.num_parameters * kept_as.itemsize, measure_memory().available_bytes
     if needed_bytes > available_bytes:
         raise ModelLoadFailed(
-            f"The weights take {needed_bytes} bytes as {dtype}, but only {available_bytes} bytes of memory are "
+            f"The weights take {needed_bytes} bytes as {kept_as}, but only {available_bytes} bytes of memory are "
             "available; free some or serve a smaller model."
         )
 
