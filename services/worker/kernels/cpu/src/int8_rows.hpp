@@ -160,8 +160,8 @@ struct Scaled {
     }
 
     static OCTAVO_INLINE Vec scaled(const IntVec& sums, RowScale row, Vec columns) {
-        // The weight's values have 128 added.
-        const int32_t offset = 128 * row.sum;
+        // The weight's values have 128 added. Where the scale is none the sum may be anything.
+        const int32_t offset = (int32_t)(128u * (uint32_t)row.sum);
         OCTAVO_PARTS(__builtin_convertvector(sums.part[i] - offset, Part) * (columns.part[i] * row.scale));
     }
 };
