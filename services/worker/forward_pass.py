@@ -23,7 +23,7 @@ from services.worker.kernels.cpu.forward_pass import NativeForwardPass, reason_a
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
 from services.worker.layers.threads import OperatorThreads
-from services.worker.models.llama import ForwardBatch, LlamaModel
+from services.worker.models.decoder import Decoder, ForwardBatch
 from services.worker.weights import ModelConfig, WeightReader
 
 _log = get_logger("forward_pass")
@@ -109,7 +109,7 @@ class TorchForwardPass:
     ) -> None:
         self._config = config
         self._dtype = dtype
-        self._model = LlamaModel(config, reader, dtype, threads)
+        self._model = Decoder(config, reader, dtype, threads)
         self._weight_bytes = reader.kept_bytes
         self._cache: KVCache | None = None
 
@@ -146,7 +146,7 @@ class TorchForwardPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TorchForwarded:
-    model: LlamaModel
+    model: Decoder
     hidden: Tensor  # [num_tokens, hidden_size]
     batch: FlatBatch
 
