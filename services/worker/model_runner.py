@@ -164,8 +164,8 @@ class TorchRunner:
 
     def _state_memory(self, request: LoadRequest, config: ModelConfig) -> MemoryStatement:
         """Say what loading is going to take; raises ModelLoadFailed when that is more than there is."""
-        memory, weights_bytes = measure_memory(), config.num_parameters * self._weight_value_bytes
-        _require_memory_for_weights(weights_bytes, self._dtype, memory)
+        memory, weights_bytes = measure_memory(), config.num_parameters * self._weight_dtype.itemsize
+        _require_memory_for_weights(weights_bytes, self._weight_dtype, memory)
         beside_weights = dataclasses.replace(memory, available_bytes=memory.available_bytes - weights_bytes)
         # An earlier load may have left memory behind that this one would seem to give back.
         give_back_freed_memory()
@@ -191,8 +191,8 @@ class TorchRunner:
         return statement
 
     @property
-    def _weight_value_bytes(self) -> int:
-        return 1 if self._config.quantization is Quantization.INT8 else self._dtype.itemsize
+    def _weight_dtype(self) -> torch.dtype:
+        return torch.int8 if self._config.quantization is Quantization.INT8 else self._dtype
 
     @torch.inference_mode()
     def _warm_up(self, plan: WarmUp) -> None:
@@ -268,11 +268,11 @@ class _Loaded:
         ]
 
 
-def _require_memory_for_weights(needed_bytes: int, dtype: torch.dtype, memory: MemoryState) -> None:
+def _require_memory_for_weights(needed_bytes: int, kept_as: torch.dtype, memory: MemoryState) -> None:
     if needed_bytes > memory.available_bytes:
         raise ModelLoadFailed(
-            f"The weights take {needed_bytes} bytes as {dtype}, but only {memory.available_bytes} bytes of memory "
-            "are available; free some or serve a smaller model."
+            f"The weights take {needed_bytes} bytes as {kept_as}, but only {memory.available_bytes} bytes of "
+            "memory are available; free some or serve a smaller model."
         )
 
 

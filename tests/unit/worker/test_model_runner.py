@@ -8,7 +8,7 @@ import torch
 
 from libs.errors import InternalError, ModelLoadFailed
 from services.worker import model_runner
-from services.worker.config import WeightsType, WorkerConfig
+from services.worker.config import Quantization, WeightsType, WorkerConfig
 from services.worker.kv_cache import MemoryState
 from services.worker.model_runner import TorchRunner
 from services.worker.step import LoadedModel, LoadProgress, SamplingParams, SequenceFailure
@@ -102,6 +102,22 @@ def test_weights_larger_than_memory_are_refused(folder: Path, monkeypatch: pytes
     runner = TorchRunner(WorkerConfig(model=str(folder), kv_cache_memory="1MiB"))
 
     with pytest.raises(ModelLoadFailed, match="only 1000 bytes"):
+        runner.load(load_request(), lambda progress: None)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "refusal"),
+    # In int8 there is room for them; what is refused then are blocks that native kernels cannot take.
+    [(Quantization.NONE, "The weights take"), (Quantization.INT8, "need the native kernels")],
+)
+def test_weights_are_measured_in_the_format_in_which_they_are_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: Quantization, refusal: str
+) -> None:
+    num_parameters = sum(p.numel() for p in random_llama().parameters())
+    monkeypatch.setattr(model_runner, "measure_memory", lambda: MemoryState(10**9, num_parameters * 3 // 2))
+    runner = TorchRunner(WorkerConfig(model=str(folder), kv_cache_memory="1MiB", quantization=quantization))
+
+    with pytest.raises(ModelLoadFailed, match=refusal):
         runner.load(load_request(), lambda progress: None)
 
 
