@@ -37,12 +37,16 @@ class Forwarded(Protocol):
         """Whether all of a sequence's results are numbers, ``[num_seqs]``."""
         ...
 
-    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
+    def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return the logits of the last rows of some of the batch's sampled sequences.
 
-        ``is_chosen`` ``[num_seqs]`` names them. The result is ``[num_chosen, vocab_size]`` in fp32 and stays valid
-        until the next step.
+        ``is_chosen`` ``[num_seqs]`` names them. The result is ``[num_chosen, vocab_size]`` and stays valid until
+        the next step.
         """
+        ...
+
+    def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the logits of any rows of the batch, ``[num_rows, vocab_size]``, valid until the next call."""
         ...
 
 
@@ -134,5 +138,9 @@ class _TorchForwarded:
         by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite, self.batch.first_rows)
         return by_sequence
 
-    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
-        return self.model.logits(self.hidden[torch.from_numpy(self.batch.last_rows[is_chosen])])
+    def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
+        return self.row_logits(self.batch.last_rows[is_chosen])
+
+    def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self.model.logits(self.hidden[torch.from_numpy(rows)]).numpy()
+        return logits

@@ -78,6 +78,10 @@ class NativeModel(Protocol):
         """Compute a step into ``logits`` (a row for each sampled row) and ``is_finite`` (one for each token)."""
         ...
 
+    def head(self, *, rows: Int64Vector, logits: NDArray[np.float32]) -> None:
+        """Compute the logits of rows of the last step, ``[num_rows, vocab_size]``."""
+        ...
+
     def read_bandwidth(self, num_bytes: int, num_rounds: int) -> float:
         """Measure how many bytes a second all threads read; the best of several rounds."""
         ...

@@ -98,7 +98,9 @@ class NativeForwardPass:
             is_finite=is_finite,
         )
         by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite.view(np.bool_), batch.first_rows)
-        return NativeForwarded(is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits)
+        return NativeForwarded(
+            is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits, model=self._model
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,10 +111,18 @@ class NativeForwarded:
     is_sampled: NDArray[np.bool_]  # [num_seqs]
     sampled_logits: NDArray[np.float32]  # [number of sampled sequences, vocab_size]
 
-    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
+    model: NativeModel
+
+    def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return the logits of some of the sampled sequences."""
         chosen = is_chosen[self.is_sampled]
-        return torch.from_numpy(self.sampled_logits if chosen.all() else self.sampled_logits[chosen])
+        return self.sampled_logits if chosen.all() else self.sampled_logits[chosen]
+
+    def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Compute the logits of any rows of the step, which must be the last one."""
+        logits = np.empty((len(rows), self.sampled_logits.shape[1]), dtype=np.float32)
+        self.model.head(rows=rows, logits=logits)
+        return logits
 
 
 def _load(

@@ -77,6 +77,8 @@ class NativeModel {
     void bind_cache(const std::vector<bf16*>& layers, int64_t num_blocks);
 
     void run(const StepArrays& arrays);
+    // Computes the logits [num_rows][vocab_size] of rows of the last step.
+    void run_head(const int64_t* rows, int64_t num_rows, float* logits);
 
     double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
     double multiply_rate(int num_rounds);                     // operations a second
@@ -100,6 +102,7 @@ class NativeModel {
     size_t weight_bytes_ = 0;
     int max_inner_ = 0;
     int64_t num_blocks_ = 0;
+    int64_t num_rows_of_last_step_ = 0;
     std::unique_ptr<Pool> pool_;
     std::vector<QueryTile> tiles_;
     Workspace workspace_{};

@@ -71,6 +71,13 @@ void forward(NativeModel& model, Integers token_ids, Integers positions, Integer
     model.run(arrays);
 }
 
+void head(NativeModel& model, Integers rows, Array<float, 2> logits) {
+    require_length(logits.shape(0), rows.shape(0), "There must be logits for each row.");
+    require_length(logits.shape(1), (size_t)model.shape().vocab_size, "Logits must be as wide as the vocabulary.");
+    nb::gil_scoped_release release;
+    model.run_head(rows.data(), (int64_t)rows.shape(0), logits.data());
+}
+
 }  // namespace
 }  // namespace octavo
 
@@ -114,6 +121,7 @@ NB_MODULE(_native, module) {
         .def("bind_cache", &bind_cache)
         .def("forward", &forward, nb::kw_only(), "token_ids"_a, "positions"_a, "slot_mapping"_a, "num_queries"_a,
              "block_tables"_a, "sampled_rows"_a, "logits"_a, "is_finite"_a)
+        .def("head", &head, nb::kw_only(), "rows"_a, "logits"_a)
         .def("read_bandwidth", &NativeModel::read_bandwidth, "num_bytes"_a, "num_rounds"_a,
              nb::call_guard<nb::gil_scoped_release>())
         .def("multiply_rate", &NativeModel::multiply_rate, "num_rounds"_a,

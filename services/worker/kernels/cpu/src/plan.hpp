@@ -111,6 +111,8 @@ struct Step {
 struct Kernels {
     const char* name;
     void (*run_step)(const Step& step, int thread);
+    // The end of a step alone, for other rows of the same batch.
+    void (*run_head)(const Step& step, int thread);
     // Reads memory once; the sum keeps the compiler from leaving the reads out.
     float (*read_memory)(const char* from, size_t num_bytes);
     // Multiplies pairs of bfloat16 values without touching memory; returns how many operations that were.

@@ -205,10 +205,20 @@ void end_rows(const Step& step, int thread) {
         for (int i = 0; i < shape.hidden_stride; i += kLanes) total = total + (load(hidden + i) - load(hidden + i));
         step.batch->is_finite[row] = sum_of(total) == 0.0f;
     }
-    const Range sampled = share_of(step.batch->num_sampled_rows, thread, num_threads);
+}
+
+// The logits of the batch's rows to sample, from the residual stream.
+void run_head(const Step& step, int thread) {
+    const Model& model = *step.model;
+    const Shape& shape = model.shape;
+    const Range sampled = share_of(step.batch->num_sampled_rows, thread, step.team->num_threads());
     for (int index = sampled.first; index < sampled.end; ++index)
         norm_row(shape, step.workspace->hidden + step.batch->sampled_rows[index] * shape.hidden_stride,
-                 step.model->final_norm, step.workspace->normed + (ptrdiff_t)index * shape.hidden_stride);
+                 model.final_norm, step.workspace->normed + (ptrdiff_t)index * shape.hidden_stride);
+    step.team->barrier();
+    if (step.batch->num_sampled_rows)
+        multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed, shape.hidden_stride,
+                 step.batch->num_sampled_rows, WriteLogits{step.batch->logits, shape.vocab_size});
 }
 
 void run_step(const Step& step, int thread) {
@@ -217,11 +227,7 @@ void run_step(const Step& step, int thread) {
     step.team->barrier();
     for (int index = 0; index < model.num_operations; ++index) run_operation(step, index, thread);
     end_rows(step, thread);
-    step.team->barrier();
-    if (step.batch->num_sampled_rows)
-        multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed,
-                 model.shape.hidden_stride, step.batch->num_sampled_rows,
-                 WriteLogits{step.batch->logits, model.shape.vocab_size});
+    run_head(step, thread);
 }
 
 // ---- Probes --------------------------------------------------------------------------------------------------------
@@ -265,7 +271,7 @@ double multiply_in_registers(int num_rounds, float* sink) {
     return 4.0 * kLanes * kMaxRows * kColumns * num_rounds;
 }
 
-constexpr Kernels kernels_of(const char* name) { return {name, run_step, read_memory, multiply_in_registers}; }
+constexpr Kernels kernels_of(const char* name) { return {name, run_step, run_head, read_memory, multiply_in_registers}; }
 
 }  // namespace
 }  // namespace octavo
