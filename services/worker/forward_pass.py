@@ -20,10 +20,12 @@ from services.worker.config import KernelChoice
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.extension import load_extension
 from services.worker.kernels.cpu.forward_pass import NativeForwardPass, reason_against
+from services.worker.kernels.cpu.sampler import NativeRowSampler
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
 from services.worker.layers.threads import OperatorThreads
 from services.worker.models.llama import ForwardBatch, LlamaModel
+from services.worker.row_sampler import ReferenceRowSampler, RowSampler
 from services.worker.weights import ModelConfig, WeightReader
 
 _log = get_logger("forward_pass")
@@ -85,6 +87,17 @@ def load_forward_pass(
             raise ModelLoadFailed(f"The native kernels are asked for, but {reason}; leave --kernels at auto.")
         _log.warning("computing with torch, which is several times slower", reason=reason)
     return TorchForwardPass(config, reader, dtype, OperatorThreads(num_threads))
+
+
+def make_row_sampler(
+    choice: KernelChoice, forward_pass: ForwardPass, *, vocab_size: int, num_threads: int
+) -> RowSampler:
+    """Return what samples the rows of a pass: native code where it may be used, on the pass's own threads."""
+    extension = None if choice is KernelChoice.TORCH else load_extension()
+    if extension is None:
+        return ReferenceRowSampler()
+    model = forward_pass.native_model if isinstance(forward_pass, NativeForwardPass) else None
+    return NativeRowSampler(extension, vocab_size=vocab_size, num_threads=num_threads, model=model)
 
 
 class TorchForwardPass:

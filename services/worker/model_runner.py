@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from libs.errors import InternalError, ModelLoadFailed
 from libs.text import load_model_text, resolve_model_path
 from services.worker.config import WeightsType, WorkerConfig, parse_size
-from services.worker.forward_pass import ForwardPass, load_forward_pass
+from services.worker.forward_pass import ForwardPass, load_forward_pass, make_row_sampler
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.kv_cache import CacheBudget, KVCache, KVCachePlan, measure_memory, plan_kv_cache
 from services.worker.logits_processors import TokenHistory
 from services.worker.prompt_logprobs import MAX_ROWS_AT_A_TIME, PromptScorer
-from services.worker.row_sampler import ReferenceRowSampler, RowStatus
+from services.worker.row_sampler import RowStatus
 from services.worker.sampler import Sampler
 from services.worker.step import (
     FailedSequence,
@@ -98,7 +98,12 @@ class TorchRunner:
             block_size=request.block_size,
             vocab_size=source.config.vocab_size,
         )
-        row_sampler = ReferenceRowSampler()
+        row_sampler = make_row_sampler(
+            self._config.kernels,
+            model,
+            vocab_size=limits.vocab_size,
+            num_threads=self._config.num_threads_used,
+        )
         sampler = Sampler(
             max_num_seqs=limits.max_num_seqs,
             vocab_size=limits.vocab_size,

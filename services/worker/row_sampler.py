@@ -48,6 +48,12 @@ class RowSettings:
     num_alternatives: IntArray  # for log-probabilities; NO_LOGPROBS wants none
     edits: Mapping[int, LogitsEdits]  # by row
 
+    @classmethod
+    def of_nothing(cls) -> RowSettings:
+        """Return the settings of no rows."""
+        floats, ints = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
+        return cls(floats, ints, np.empty(0), floats, np.empty((0, 4), dtype=np.uint32), ints, {})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRows:

@@ -5,6 +5,7 @@ Owns how a weight is laid out. It must not know what the weight is for.
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
@@ -15,6 +16,10 @@ from torch import Tensor
 # inputs in one order whatever the number of rows is, so that a row's result does not depend on its neighbours
 # in the batch; a hint of 1 does not.
 _ROWS_HINT = 64
+
+# With tiles (Intel AMX) oneDNN sums in an order that depends on the number of rows. It reads this before its first
+# product, so that it is said where products are defined; the native kernels use tiles in their own, fixed order.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 class Linear(Protocol):

@@ -76,6 +76,38 @@ class TileAttention {
                              row_values * sizeof(bf16));
     }
 
+#if defined(OCTAVO_AMX)
+    template <int ROW_TILES, int TILES>
+    OCTAVO_INLINE void score_tiles(int first_row, Range tiles) {
+        TileView rows[ROW_TILES], columns[TILES];
+        const ptrdiff_t row_bytes = (ptrdiff_t)shape_.head_dim * sizeof(bf16);
+        for (int i = 0; i < ROW_TILES; ++i)
+            rows[i] = {(const char*)rows_ + (first_row + i * kTileRows) * row_bytes, row_bytes, kTileLineBytes};
+        // Beyond the last tile its scores are computed again; nobody reads them.
+        for (int j = 0; j < TILES; ++j)
+            columns[j] = {(const char*)tile(at_most(tiles.first + j, tiles.end - 1)), kTileLineBytes,
+                          kTileInputs / 2 * kTileLineBytes};
+        // While keys are scored the values beside them are fetched.
+        if constexpr (ROW_TILES == 1)
+            for (const TileView& keys : columns)
+                prefetch_lines(keys.first + kTileTokens * row_bytes, kTileTokens * (int)row_bytes);
+        float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
+        tile_products<ROW_TILES, TILES>((char*)to, kChunkTokens * sizeof(float), false, rows, columns,
+                                        shape_.head_dim / kTileInputs, kFetchNothing);
+    }
+
+    void score(Range tiles) {
+        load_shapes(kFullShapes);
+        const int num_row_tiles = (num_rows_ + kTileRows - 1) / kTileRows;
+        int done = 0;
+        for (; done + 2 <= num_row_tiles; done += 2)
+            for (int index = tiles.first; index < tiles.end; index += 2)
+                score_tiles<2, 2>(done * kTileRows, {index, tiles.end});
+        if (done < num_row_tiles)
+            for (int index = tiles.first; index < tiles.end; index += kSumTiles)
+                score_tiles<1, kSumTiles>(done * kTileRows, {index, tiles.end});
+    }
+#else
     template <int ROWS, int TILES>
     OCTAVO_INLINE void score_tiles(int first_row, Range tiles) {
         Vec sums[ROWS * TILES];
@@ -98,6 +130,7 @@ class TileAttention {
                 score_tiles<kRows, kTiles>(first_row, {index, tiles.end});
         });
     }
+#endif
 
     // Lanes below `count` of `values`, `other` elsewhere.
     static OCTAVO_INLINE Vec first_lanes(Vec values, int count, Vec other) {
@@ -136,6 +169,65 @@ class TileAttention {
 
     static OCTAVO_INLINE float first_of(Vec v) { return v.part[0][0]; }
 
+    OCTAVO_INLINE float* sum_at(int row, int column) { return sums_ + (ptrdiff_t)row * shape_.head_dim + column; }
+
+#if defined(OCTAVO_AMX)
+    // Adds sixteen rows of weighted values in COLUMNS tiles of columns.
+    template <int COLUMNS, bool PREFETCH>
+    __attribute__((noinline)) void add_columns(Range tiles, int first_row, int first_column) {
+        char* sums = (char*)sum_at(first_row, first_column);
+        const ptrdiff_t sum_stride = (ptrdiff_t)shape_.head_dim * sizeof(float);
+        unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
+            constexpr int j = decltype(column)::value;
+            if (tiles.first == 0)
+                clear_tile<j>();
+            else
+                load_tile<j>(sums + j * kTileLineBytes, sum_stride);
+        });
+        for (int index = tiles.first; index < tiles.end; ++index) {
+            const char* values = (const char*)(tile(index) + kTileTokens * shape_.head_dim + 2 * first_column);
+            load_tile<kFirstRowTile>(
+                weights_ + (ptrdiff_t)first_row * kChunkTokens + (index - tiles.first) * kTileTokens,
+                kChunkTokens * sizeof(bf16));
+            if constexpr (PREFETCH)
+                prefetch_lines(values + distance_to_next_keys(index), COLUMNS * kTileRows * kTileLineBytes / 2);
+            unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
+                constexpr int j = decltype(column)::value, kColumn = kFirstColumnTile + j % 2;
+                load_tile<kColumn>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
+                add_tile_products<j, kFirstRowTile, kColumn>();
+            });
+        }
+        unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
+            constexpr int j = decltype(column)::value;
+            store_tile<j>(sums + j * kTileLineBytes, sum_stride);
+        });
+    }
+
+    void correct_sums() {
+        for (int row = 0; row < num_rows_; ++row) {
+            if (corrections_[row] == 1.0f) continue;
+            const Vec correction = splat(corrections_[row]);
+            for (int i = 0; i < shape_.head_dim; i += kLanes) store(sum_at(row, i), load(sum_at(row, i)) * correction);
+        }
+    }
+
+    template <bool PREFETCH>
+    void add_rows(Range tiles, int first_row) {
+        int column = 0;
+        for (; column + kSumTiles * kLanes <= shape_.head_dim; column += kSumTiles * kLanes)
+            add_columns<kSumTiles, PREFETCH>(tiles, first_row, column);
+        if (column < shape_.head_dim) add_columns<kSumTiles / 2, PREFETCH>(tiles, first_row, column);
+    }
+
+    void add_values(Range tiles) {
+        load_shapes(kHalfShapes);
+        if (tiles.first != 0) correct_sums();
+        if (num_rows_ <= kTileRows)
+            add_rows<true>(tiles, 0);
+        else
+            for (int row = 0; row < num_rows_; row += kTileRows) add_rows<false>(tiles, row);
+    }
+#else
     template <int ROWS, int COLUMNS>
     __attribute__((noinline)) void add_columns(Range tiles, int first_row, int first_column) {
         Vec sums[ROWS][COLUMNS];
@@ -167,8 +259,6 @@ class TileAttention {
         });
     }
 
-    OCTAVO_INLINE float* sum_at(int row, int column) { return sums_ + (ptrdiff_t)row * shape_.head_dim + column; }
-
     void add_values(Range tiles) {
         for_each_tile(num_rows_, [&](int first_row, auto size) __attribute__((always_inline)) {
             constexpr int kRows = decltype(size)::value;
@@ -180,6 +270,7 @@ class TileAttention {
                 add_columns<kRows, kLast>(tiles, first_row, column);
         });
     }
+#endif
 
     void write(bf16* attended) {
         for (int row = 0; row < num_rows_; ++row) {

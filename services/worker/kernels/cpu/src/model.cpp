@@ -9,6 +9,8 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace octavo {
@@ -16,6 +18,7 @@ namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 constexpr size_t kAlignment = 64;
+constexpr size_t kArenaPieceBytes = size_t{32} << 20;
 
 int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -87,6 +90,25 @@ size_t scratch_bytes(const Shape& shape) {
     return (size_t)rounded_up((int64_t)values, 4096);
 }
 
+#if defined(OCTAVO_X86)
+bool has_avx512_bf16() {
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+// Tiles are large, so that Linux gives them only to processes that ask (arch_prctl, ARCH_REQ_XCOMP_PERM).
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    static const bool may_use = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                                syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return may_use;
+#else
+    return false;
+#endif
+}
+#endif
+
 const Kernels& kernels_named(const std::string& name) {
     for (const Kernels* kernels : supported_kernels())
         if (name.empty() || name == kernels->name) return *kernels;
@@ -118,12 +140,24 @@ void Buffer::reserve(size_t num_bytes) {
     num_bytes_ = size;
 }
 
+void* Arena::allocate(size_t num_bytes) {
+    const size_t size = (size_t)rounded_up((int64_t)num_bytes, (int64_t)kAlignment);
+    if (size > free_bytes_) {
+        free_bytes_ = std::max(size, kArenaPieceBytes);
+        pieces_.emplace_back(free_bytes_);
+        free_ = pieces_.back().as<char>();
+    }
+    void* allocated = free_;
+    free_ += size;
+    free_bytes_ -= size;
+    return allocated;
+}
+
 std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> kernels;
 #if defined(OCTAVO_X86)
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        kernels.push_back(&avx512_kernels());
+    if (has_avx512_bf16() && may_use_tiles()) kernels.push_back(&amx_kernels());
+    if (has_avx512_bf16()) kernels.push_back(&avx512_kernels());
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&avx2_kernels());
 #endif
     kernels.push_back(&portable_kernels());
@@ -149,15 +183,13 @@ Panels NativeModel::make_panels(int64_t num_columns, int64_t num_inputs) {
     // Rows of activations are padded to whole vectors, so the weight is padded to the same number of inputs.
     const int64_t num_pairs = rounded_up(num_inputs, kPanelColumns) / 2;
     const size_t num_bytes = (size_t)(num_panels * num_pairs * kPanelColumns * 2) * sizeof(bf16);
-    weights_.emplace_back(num_bytes);
     weight_bytes_ += num_bytes;
-    return {weights_.back().as<bf16>(), (int)num_panels, (int)num_pairs};
+    return {static_cast<bf16*>(weights_.allocate(num_bytes)), (int)num_panels, (int)num_pairs};
 }
 
 const float* NativeModel::keep(Values values, int64_t count, int64_t padded) {
     require(values.count == count, "A vector has another length than the model's shape says.");
-    weights_.emplace_back((size_t)padded * sizeof(float));
-    float* kept = weights_.back().as<float>();
+    float* kept = static_cast<float*>(weights_.allocate((size_t)padded * sizeof(float)));
     std::copy(values.data, values.data + count, kept);
     return kept;
 }
@@ -277,7 +309,8 @@ void NativeModel::make_tiles(const StepArrays& arrays) {
 
 void NativeModel::reserve(int64_t num_tokens) {
     const Shape& shape = model_.shape;
-    const size_t rows = (size_t)num_tokens, heads = (size_t)shape.num_heads * shape.head_dim;
+    // Tiles of rows are read whole.
+    const size_t rows = (size_t)rounded_up(num_tokens, kMaxRowsAtOnce), heads = (size_t)shape.num_heads * shape.head_dim;
     hidden_.reserve(rows * shape.hidden_stride * sizeof(float));
     normed_.reserve(rows * shape.hidden_stride * sizeof(bf16));
     queries_.reserve(rows * heads * sizeof(bf16));
@@ -288,13 +321,18 @@ void NativeModel::reserve(int64_t num_tokens) {
                   inner_.as<bf16>(),    rotation_.as<float>(), scratch_.as<char>(), scratch_bytes(shape)};
 }
 
-void NativeModel::run(const StepArrays& arrays) {
-    if (!arrays.num_tokens) return;
-    check_step(arrays);
+Pool& NativeModel::pool() {
     if (!pool_) {
         pool_ = std::make_unique<Pool>(num_threads_, 3 * (int)operations_.size() + 1);
         scratch_.reserve(scratch_bytes(model_.shape) * num_threads_);
     }
+    return *pool_;
+}
+
+void NativeModel::run(const StepArrays& arrays) {
+    if (!arrays.num_tokens) return;
+    check_step(arrays);
+    pool();
     make_tiles(arrays);
     reserve(arrays.num_tokens);
     model_.operations = operations_.data();

@@ -34,6 +34,17 @@ class Buffer {
     size_t num_bytes_ = 0;
 };
 
+// Memory for what lives as long as the model, cut from large pieces, so that small weights lie in huge pages too.
+class Arena {
+   public:
+    void* allocate(size_t num_bytes);
+
+   private:
+    std::vector<Buffer> pieces_;
+    size_t free_bytes_ = 0;
+    char* free_ = nullptr;
+};
+
 // Rows of a weight [num_rows][num_columns] in bfloat16.
 struct Matrix {
     const bf16* data;
@@ -83,6 +94,8 @@ class NativeModel {
     double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
     double multiply_rate(int num_rounds);                     // operations a second
 
+    // The threads of the steps, for work between two of them.
+    Pool& pool();
     const Shape& shape() const { return model_.shape; }
     size_t weight_bytes() const { return weight_bytes_; }
     const char* kernels() const { return kernels_.name; }
@@ -98,7 +111,7 @@ class NativeModel {
     const Kernels& kernels_;
     const int num_threads_;
     std::vector<Operation> operations_;
-    std::vector<Buffer> weights_;
+    Arena weights_;
     size_t weight_bytes_ = 0;
     int max_inner_ = 0;
     int64_t num_blocks_ = 0;

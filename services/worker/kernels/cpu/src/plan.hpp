@@ -12,6 +12,7 @@ using bf16 = uint16_t;
 
 constexpr int kPanelColumns = 32;
 constexpr int kTileTokens = 16;  // tokens of the KV cache that are scored together
+constexpr int kMaxRowsAtOnce = 32;  // rows that a kernel may read together, whether they exist or not
 constexpr int kChunkTiles = 16;  // tiles between two corrections of the softmax
 
 // A weight in panels of 32 columns: [num_panels][num_pairs][32][2], so that a pair of inputs of sixteen columns is
@@ -123,6 +124,7 @@ const Kernels& portable_kernels();
 #if defined(OCTAVO_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& amx_kernels();
 #endif
 
 }  // namespace octavo

@@ -4,24 +4,20 @@
 #pragma once
 
 #include "plan.hpp"
+#include "products_common.hpp"
 #include "simd.hpp"
+#if defined(OCTAVO_AMX)
+#include "amx_products.hpp"
+#endif
 
 namespace octavo {
 namespace {
 
+#if !defined(OCTAVO_AMX)
+constexpr int kFewRows = kMaxRows;
+
 // Rows whose inputs stay in the second-level cache while panels go by.
 constexpr int kChunkRows = 192;
-constexpr int kChunkPanels = 4;
-
-struct Range {
-    int first, end;
-};
-
-constexpr int at_most(int value, int limit) { return value < limit ? value : limit; }
-
-OCTAVO_INLINE Range share_of(int count, int thread, int num_threads) {
-    return {(int)((int64_t)count * thread / num_threads), (int)((int64_t)count * (thread + 1) / num_threads)};
-}
 
 // Computes ROWS rows of NUM_PANELS adjacent panels and hands each row's 32 columns on as two vectors.
 template <int ROWS, int NUM_PANELS, bool PREFETCH, class Epilogue>
@@ -78,24 +74,32 @@ OCTAVO_INLINE void multiply_rows(const Panels& weight, Range panels, const bf16*
         });
 }
 
+OCTAVO_INLINE int rows_of_chunk(int) { return kChunkRows; }
+#endif
+
 // Maps num_rows rows; `epilogue(row, panel, left, right)` takes what comes out.
 template <class Epilogue>
 void multiply(const Step& step, int phase, int thread, const Panels& weight, const bf16* inputs, int stride,
               int num_rows, Epilogue epilogue) {
-    if (num_rows <= kChunkRows) {
+#if defined(OCTAVO_AMX)
+    load_shapes(kFullShapes);
+#endif
+    const int chunk_rows = rows_of_chunk(stride);
+    if (num_rows <= chunk_rows) {
         const Range panels = share_of(weight.num_panels, thread, step.team->num_threads());
-        if (num_rows <= kMaxRows)
+        if (num_rows <= kFewRows)
             multiply_few_rows(weight, panels, inputs, stride, num_rows, epilogue);
         else
             multiply_rows(weight, panels, inputs, stride, {0, num_rows}, epilogue);
         return;
     }
-    const int num_chunks = (num_rows + kChunkRows - 1) / kChunkRows;
+    const int num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
     const int num_groups = (weight.num_panels + kChunkPanels - 1) / kChunkPanels;
     for (int item; (item = step.team->next_item(phase)) < num_chunks * num_groups;) {
         const int group = item % num_groups;
         const Range panels = {group * kChunkPanels, at_most((group + 1) * kChunkPanels, weight.num_panels)};
-        multiply_rows(weight, panels, inputs, stride, share_of(num_rows, item / num_groups, num_chunks), epilogue);
+        const int first_row = item / num_groups * chunk_rows;
+        multiply_rows(weight, panels, inputs, stride, {first_row, at_most(first_row + chunk_rows, num_rows)}, epilogue);
     }
 }
 

@@ -219,6 +219,9 @@ void run_head(const Step& step, int thread) {
     if (step.batch->num_sampled_rows)
         multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed, shape.hidden_stride,
                  step.batch->num_sampled_rows, WriteLogits{step.batch->logits, shape.vocab_size});
+#if defined(OCTAVO_AMX)
+    release_tiles();
+#endif
 }
 
 void run_step(const Step& step, int thread) {
@@ -243,6 +246,23 @@ float read_memory(const char* from, size_t num_bytes) {
     return sum_of(sums[0] + sums[1] + sums[2] + sums[3]);
 }
 
+#if defined(OCTAVO_AMX)
+double multiply_in_registers(int num_rounds, float* sink) {
+    alignas(64) float sums[kTileRows * kLanes];
+    load_shapes(kFullShapes);
+    unroll<8>([&](auto tile) __attribute__((always_inline)) { clear_tile<decltype(tile)::value>(); });
+    for (int round = 0; round < num_rounds; ++round) {
+        add_tile_products<0, 4, 6>();
+        add_tile_products<1, 4, 7>();
+        add_tile_products<2, 5, 6>();
+        add_tile_products<3, 5, 7>();
+    }
+    store_tile<0>(sums, kTileLineBytes);
+    release_tiles();
+    *sink = sums[0];
+    return 2.0 * kSumTiles * kTileRows * kLanes * kTileInputs * num_rounds;
+}
+#else
 double multiply_in_registers(int num_rounds, float* sink) {
     constexpr int kColumns = kIsWide ? 2 : 1;
     Vec sums[kMaxRows][kColumns];
@@ -270,6 +290,7 @@ double multiply_in_registers(int num_rounds, float* sink) {
     *sink = sum_of(total);
     return 4.0 * kLanes * kMaxRows * kColumns * num_rounds;
 }
+#endif
 
 constexpr Kernels kernels_of(const char* name) { return {name, run_step, run_head, read_memory, multiply_in_registers}; }
 

@@ -1,0 +1,128 @@
+// Products in tiles: sixteen rows with sixteen columns over thirty-two inputs in one instruction (Intel AMX).
+//
+// Owns tile registers and their shapes. It must not know models. A panel of a weight and a tile of keys or values
+// already lie in memory as tiles do: a line of a tile is a pair of inputs of sixteen columns. An instruction adds the
+// products of a row in an order of its own that depends on nothing else, so results do not depend on the batch here
+// either; they differ in their last bits from those of other instruction sets.
+#pragma once
+
+#include "simd.hpp"
+
+namespace octavo {
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kTileLineBytes = 64;
+constexpr int kTileInputs = 32;  // of a row, in one instruction
+
+// Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns.
+constexpr int kFirstRowTile = 4, kFirstColumnTile = 6;
+constexpr int kSumTiles = 4;
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1;
+    uint8_t start_row = 0;
+    uint8_t reserved[14] = {};
+    uint16_t line_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// With fewer inputs than thirty-two a row is shorter and there are fewer lines of columns.
+constexpr TileShapes shapes_for_inputs(int num_inputs) {
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; ++tile) {
+        const bool is_row = tile == kFirstRowTile || tile == kFirstRowTile + 1, is_column = tile >= kFirstColumnTile;
+        shapes.line_bytes[tile] = (uint16_t)(is_row ? 2 * num_inputs : kTileLineBytes);
+        shapes.rows[tile] = (uint8_t)(is_column ? num_inputs / 2 : kTileRows);
+    }
+    return shapes;
+}
+
+alignas(64) constexpr TileShapes kFullShapes = shapes_for_inputs(kTileInputs);
+alignas(64) constexpr TileShapes kHalfShapes = shapes_for_inputs(kTileInputs / 2);
+
+// Shapes hold for a thread; loading them clears all tiles.
+OCTAVO_INLINE void load_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
+
+// Gives the tiles back, so that the system need not keep them for a thread that is elsewhere.
+OCTAVO_INLINE void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
+
+template <int TILE>
+OCTAVO_INLINE void clear_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(TILE) : "memory");
+}
+
+template <int TILE>
+OCTAVO_INLINE void load_tile(const void* from, ptrdiff_t line_stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(line_stride), "i"(TILE) : "memory");
+}
+
+template <int TILE>
+OCTAVO_INLINE void store_tile(void* to, ptrdiff_t line_stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(line_stride), "i"(TILE) : "memory");
+}
+
+template <int SUM, int ROW, int COLUMN>
+OCTAVO_INLINE void add_tile_products() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROW), "i"(COLUMN) : "memory");
+}
+
+OCTAVO_INLINE void prefetch_lines(const void* from, int num_bytes) {
+    for (int offset = 0; offset < num_bytes; offset += kTileLineBytes) prefetch((const char*)from + offset);
+}
+
+// One piece of memory as tiles: where the first begins, how far apart its lines are, and how far apart the tiles of
+// successive inputs.
+struct TileView {
+    const char* first;
+    ptrdiff_t line_stride;
+    ptrdiff_t input_stride;
+};
+
+// Memory to fetch while products are computed: so much with each step of inputs.
+struct Fetch {
+    const char* from;
+    int bytes_per_step;
+};
+
+constexpr Fetch kFetchNothing = {nullptr, 0};
+
+// Writes the sums of ROWS tiles of rows with COLUMNS tiles of columns to `to`, lines `to_stride` bytes apart and column
+// tiles `kTileLineBytes`. Sums that go on begin with what is there.
+template <int ROWS, int COLUMNS>
+__attribute__((noinline)) void tile_products(char* to, ptrdiff_t to_stride, bool goes_on,
+                                             const TileView (&rows)[ROWS], const TileView (&columns)[COLUMNS],
+                                             int num_steps, Fetch fetch) {
+    static_assert(ROWS * COLUMNS <= kSumTiles);
+    const auto address_of = [&](int sum) __attribute__((always_inline)) {
+        return to + sum / COLUMNS * kTileRows * to_stride + sum % COLUMNS * kTileLineBytes;
+    };
+    unroll<ROWS * COLUMNS>([&](auto sum) __attribute__((always_inline)) {
+        constexpr int k = decltype(sum)::value;
+        if (goes_on)
+            load_tile<k>(address_of(k), to_stride);
+        else
+            clear_tile<k>();
+    });
+    for (int step = 0; step < num_steps; ++step) {
+        prefetch_lines(fetch.from + (ptrdiff_t)step * fetch.bytes_per_step, fetch.bytes_per_step);
+        // With one tile of rows the registers of the columns take turns; with more, those of the rows.
+        unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
+            constexpr int j = decltype(column)::value, kColumn = kFirstColumnTile + j % 2;
+            load_tile<kColumn>(columns[j].first + step * columns[j].input_stride, columns[j].line_stride);
+            unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
+                constexpr int i = decltype(row)::value, kRow = kFirstRowTile + i % 2;
+                // Two tiles of rows stay where they are for all columns.
+                if (j == 0 || ROWS > 2)
+                    load_tile<kRow>(rows[i].first + step * rows[i].input_stride, rows[i].line_stride);
+                add_tile_products<i * COLUMNS + j, kRow, kColumn>();
+            });
+        });
+    }
+    unroll<ROWS * COLUMNS>([&](auto sum) __attribute__((always_inline)) {
+        store_tile<decltype(sum)::value>(address_of(decltype(sum)::value), to_stride);
+    });
+}
+
+}  // namespace
+}  // namespace octavo
