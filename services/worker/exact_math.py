@@ -1,8 +1,8 @@
 """Exponentials and logarithms that come out the same to the last bit wherever they are computed.
 
 Owns the sequence of operations. Each is one that IEEE 754 rounds in one way: sums, products and quotients, never
-fused, and exact scaling by powers of two. The native sampler (kernels/cpu/src/exact_math.hpp) has the same
-sequence, so that it draws the same tokens. Libraries differ in the last bit of theirs.
+fused, and exact scaling by powers of two. The native sampler (kernels/cpu/src/sampling.hpp and sampler.cpp) has the
+same sequence, so that it draws the same tokens. Libraries differ in the last bit of theirs.
 """
 
 from __future__ import annotations

@@ -194,8 +194,13 @@ class NativeSampler(Protocol):
 class NativeSamplerFactory(Protocol):
     """The constructor of ``NativeSampler``."""
 
-    def __call__(self, *, vocab_size: int, num_threads: int, model: NativeModel | None) -> NativeSampler:
-        """Make a sampler on the threads of ``model``, which must be complete, or on its own."""
+    def __call__(
+        self, *, vocab_size: int, num_threads: int, model: NativeModel | None, kernels: str
+    ) -> NativeSampler:
+        """Make a sampler on the threads of ``model``, which must be complete, or on its own.
+
+        An empty ``kernels`` chooses the fastest that this processor has.
+        """
         ...
 
 
@@ -209,6 +214,10 @@ class Extension(Protocol):
 
     def supported_kernels(self) -> list[str]:
         """Return the names of the instruction sets that this processor can run, the fastest first."""
+        ...
+
+    def supported_row_kernels(self) -> list[str]:
+        """Return the same for the sampler's."""
         ...
 
 

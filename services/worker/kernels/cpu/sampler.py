@@ -25,11 +25,19 @@ class NativeRowSampler:
     """Divides rows among the threads of ``model``, or among its own when there is none."""
 
     def __init__(
-        self, extension: Extension, *, vocab_size: int, num_threads: int, model: NativeModel | None = None
+        self,
+        extension: Extension,
+        *,
+        vocab_size: int,
+        num_threads: int,
+        model: NativeModel | None = None,
+        kernels: str = "",
     ) -> None:
         self._extension = extension
         self._vocab_size = vocab_size
-        self._sampler = extension.NativeSampler(vocab_size=vocab_size, num_threads=num_threads, model=model)
+        self._sampler = extension.NativeSampler(
+            vocab_size=vocab_size, num_threads=num_threads, model=model, kernels=kernels
+        )
         self._no_edits = self._pack_edits(RowSettings.of_nothing())
 
     def sample(self, logits: Logits, rows: RowSettings) -> SampledRows:

@@ -210,6 +210,11 @@ NB_MODULE(_native, module) {
         for (const Kernels* kernels : supported_kernels()) names.emplace_back(kernels->name);
         return names;
     });
+    module.def("supported_row_kernels", [] {
+        std::vector<std::string> names;
+        for (const RowKernels* kernels : supported_row_kernels()) names.emplace_back(kernels->name);
+        return names;
+    });
     nb::class_<EditArrays>(module, "EditArrays")
         .def(
             "__init__",
@@ -234,10 +239,10 @@ NB_MODULE(_native, module) {
     nb::class_<Sampler>(module, "NativeSampler")
         .def(
             "__init__",
-            [](Sampler* self, int vocab_size, int num_threads, NativeModel* model) {
-                new (self) Sampler(vocab_size, num_threads, model ? &model->pool() : nullptr);
+            [](Sampler* self, int vocab_size, int num_threads, NativeModel* model, const std::string& kernels) {
+                new (self) Sampler(vocab_size, num_threads, model ? &model->pool() : nullptr, kernels);
             },
-            nb::kw_only(), "vocab_size"_a, "num_threads"_a, "model"_a.none(), nb::keep_alive<1, 4>())
+            nb::kw_only(), "vocab_size"_a, "num_threads"_a, "model"_a.none(), "kernels"_a, nb::keep_alive<1, 4>())
         .def("sample", &sample, nb::kw_only(), "logits"_a, "inverse_temperatures"_a, "top_k"_a, "top_p"_a,
              "least_scores"_a, "draw_keys"_a, "edits"_a, "measured"_a, "token_ids"_a, "statuses"_a)
         .def("measure", &measure, nb::kw_only(), "logits"_a, "token_ids"_a, "measured"_a, "is_finite"_a);

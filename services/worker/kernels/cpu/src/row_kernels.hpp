@@ -33,6 +33,7 @@ struct DrawKey {
 };
 
 struct RowKernels {
+    const char* name;
     // Writes the greatest value of each chunk; returns whether all values are finite.
     bool (*scan)(const float* values, int count, float* maxima);
     // Returns how many values are greater.

@@ -24,15 +24,27 @@ constexpr float kLikelyScore = -9.0f, kLikelyWeight = 1.24e-4f;  // e^-9 is 1.23
 // What is drawn is at most this much less likely to win than its bound says: covers all rounding of the bound.
 constexpr double kMargin = 1.01;
 
-const RowKernels& best_row_kernels() {
+const RowKernels& row_kernels_named(const std::string& name) {
+    for (const RowKernels* kernels : supported_row_kernels())
+        if (name.empty() || name == kernels->name) return *kernels;
+    throw std::invalid_argument("This processor has no row kernels named " + name + ".");
+}
+
+}  // namespace
+
+std::vector<const RowKernels*> supported_row_kernels() {
+    std::vector<const RowKernels*> kernels;
 #if defined(OCTAVO_X86)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16"))
-        return avx512_row_kernels();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2_row_kernels();
+        kernels.push_back(&avx512_row_kernels());
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&avx2_row_kernels());
 #endif
-    return portable_row_kernels();
+    kernels.push_back(&portable_row_kernels());
+    return kernels;
 }
+
+namespace {
 
 // The natural logarithm of a value above 0: the operations of exact_math.py.
 double log_of(double value) {
@@ -118,8 +130,8 @@ struct Sampler::Thread {
     std::vector<int32_t> counts;  // of tokens in a history: 0 unseen, else one more than the times in the output
 };
 
-Sampler::Sampler(int vocab_size, int num_threads, Pool* pool)
-    : kernels_(best_row_kernels()), vocab_size_(vocab_size), num_chunks_((vocab_size + kChunk - 1) / kChunk), pool_(pool) {
+Sampler::Sampler(int vocab_size, int num_threads, Pool* pool, const std::string& kernels)
+    : kernels_(row_kernels_named(kernels)), vocab_size_(vocab_size), num_chunks_((vocab_size + kChunk - 1) / kChunk), pool_(pool) {
     if (vocab_size < 1 || num_threads < 1) throw std::invalid_argument("There must be a vocabulary and a thread.");
     if (!pool_) {
         own_pool_ = std::make_unique<Pool>(num_threads, 1);

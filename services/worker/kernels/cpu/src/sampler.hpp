@@ -5,6 +5,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "pool.hpp"
@@ -47,10 +48,13 @@ struct Measured {
     float* alternative_logprobs;
 };
 
+// Returns what this processor can run, the fastest first.
+std::vector<const RowKernels*> supported_row_kernels();
+
 class Sampler {
    public:
-    // With a pool of its own if `pool` is null; else the pool must live as long.
-    Sampler(int vocab_size, int num_threads, Pool* pool);
+    // With a pool of its own if `pool` is null; else the pool must live as long. Without a name the fastest kernels.
+    Sampler(int vocab_size, int num_threads, Pool* pool, const std::string& kernels);
     ~Sampler();
 
     // Calls with row numbers; `settings` and `measured` have an entry for each row.

@@ -287,7 +287,9 @@ int sift(const float* values, int first, int count, Scale scale, Thresholds leas
     return found;
 }
 
-constexpr RowKernels kRowKernels = {scan, count_greater, weigh, collect, divide, random_words, sift};
+constexpr RowKernels row_kernels_of(const char* name) {
+    return {name, scan, count_greater, weigh, collect, divide, random_words, sift};
+}
 
 }  // namespace
 }  // namespace octavo

@@ -4,6 +4,9 @@
 
 namespace octavo {
 
-const RowKernels& avx2_row_kernels() { return kRowKernels; }
+const RowKernels& avx2_row_kernels() {
+    static constexpr RowKernels kKernels = row_kernels_of("avx2");
+    return kKernels;
+}
 
 }  // namespace octavo

@@ -4,6 +4,9 @@
 
 namespace octavo {
 
-const RowKernels& avx512_row_kernels() { return kRowKernels; }
+const RowKernels& avx512_row_kernels() {
+    static constexpr RowKernels kKernels = row_kernels_of("avx512");
+    return kKernels;
+}
 
 }  // namespace octavo

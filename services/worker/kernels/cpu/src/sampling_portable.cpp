@@ -3,6 +3,9 @@
 
 namespace octavo {
 
-const RowKernels& portable_row_kernels() { return kRowKernels; }
+const RowKernels& portable_row_kernels() {
+    static constexpr RowKernels kKernels = row_kernels_of("portable");
+    return kKernels;
+}
 
 }  // namespace octavo
