@@ -31,7 +31,7 @@ def native(vocab_size: int, kernels: str = "") -> NativeRowSampler:
 
 def random_logits(random: np.random.Generator, num_rows: int, vocab_size: int) -> np.ndarray:
     scale = random.choice([0.0, 0.1, 1.0, 4.0, 30.0, 1e30])
-    logits = (random.normal(size=(num_rows, vocab_size)) * scale).astype(np.float32)
+    logits: np.ndarray = (random.normal(size=(num_rows, vocab_size)) * scale).astype(np.float32)
     if random.random() < 0.3:
         # Many equals.
         logits = np.round(logits * 2) / 2
