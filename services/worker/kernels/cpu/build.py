@@ -1,5 +1,8 @@
 """Compiles the CPU kernels with the system's C++ compiler: ``python -m services.worker.kernels.cpu.build``.
 
+With ``OCTAVO_SANITIZE=1`` in the environment it compiles, and workers load, kernels that check every address and
+every arithmetic operation (ASan, UBSan); the process must preload the sanitizer's runtime (`sanitizer_runtime`).
+
 Owns the compiler's flags and where the result lies: a folder named after a digest of the sources, so that kernels
 and sources never differ. It must not know what the kernels compute. Units that are meant for one instruction set
 get its flags; nothing is compiled for the processor of this machine alone, which need not be the one that runs it.
@@ -23,11 +26,19 @@ from types import ModuleType
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = _FOLDER / "src"
 _COMPILERS = ("c++", "g++", "clang++")
-_TIMEOUT_SECONDS = 600.0
+_TIMEOUT_SECONDS = 1_200.0
 
 # Without contraction a product and a sum are one operation only where the source says so: a row's result must not
 # depend on what the compiler did in one of several copies of a loop.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall")
+# Checks of single pointers add nothing to those of addresses, but minutes of compile time for every template.
+_SANITIZER_FLAGS = (
+    "-O1",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=null,alignment,object-size,vptr",
+    "-fno-sanitize-recover=all",
+)
 _BINDING_FLAGS = ("-Os", *_FLAGS[1:3], "-fvisibility=hidden", "-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS")
 _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
 _X86_UNITS = {
@@ -52,7 +63,20 @@ def built_file() -> Path:
     for source in sorted([*_SOURCES.iterdir(), Path(__file__)]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
-    return _FOLDER / "build" / digest.hexdigest()[:16] / f"_native{suffix}"
+    return _FOLDER / _build_folder() / digest.hexdigest()[:16] / f"_native{suffix}"
+
+
+def sanitizer_runtime() -> Path:
+    """Return the library that a process must preload (LD_PRELOAD) to use kernels compiled for checking.
+
+    Raises:
+        BuildFailed: when the compiler is missing or brings none.
+    """
+    command = [_find_compiler(), "-print-file-name=libasan.so"]
+    found = Path(subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True).stdout.strip())
+    if not found.is_absolute():
+        raise BuildFailed("the compiler brings no libasan.so.")
+    return found
 
 
 def build() -> Path:
@@ -69,7 +93,18 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = _compile(compiler, Path(folder))
         linked = Path(folder) / target.name
-        _run([compiler, "-shared", "-pthread", *_link_flags(), *map(str, objects), "-o", str(linked)])
+        _run(
+            [
+                compiler,
+                "-shared",
+                "-pthread",
+                *_sanitizer_flags(),
+                *_link_flags(),
+                *map(str, objects),
+                "-o",
+                str(linked),
+            ]
+        )
         linked.replace(target)  # At once, so that a process that starts now sees all of it or nothing.
     for folder_of_older_sources in target.parent.parent.iterdir():
         if folder_of_older_sources != target.parent:
@@ -93,7 +128,7 @@ def _compile(compiler: str, folder: Path) -> list[Path]:
     nanobind_source = Path(nanobind.source_dir())
     robin_map = "-I" + str(nanobind_source.parent / "ext" / "robin_map" / "include")
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    flags = [*_FLAGS, "-pthread", *(["-DOCTAVO_X86"] if is_x86 else [])]
+    flags = [*_FLAGS, "-pthread", *(["-DOCTAVO_X86"] if is_x86 else []), *_sanitizer_flags()]
     units: list[tuple[Path, list[str]]] = [
         (_SOURCES / name, [*flags, *isa_flags]) for name, isa_flags in (_X86_UNITS.items() if is_x86 else ())
     ]
@@ -125,6 +160,18 @@ def _find_compiler() -> str:
         if found:
             return found
     raise BuildFailed("there is no C++ compiler; install g++ or clang++, or name one in CXX.")
+
+
+def _is_sanitized() -> bool:
+    return os.environ.get("OCTAVO_SANITIZE") == "1"
+
+
+def _build_folder() -> str:
+    return "build/sanitized" if _is_sanitized() else "build/plain"
+
+
+def _sanitizer_flags() -> tuple[str, ...]:
+    return _SANITIZER_FLAGS if _is_sanitized() else ()
 
 
 def _link_flags() -> list[str]:
