@@ -315,8 +315,9 @@ class Scheduler:
         errors = {failure.slot: failure.error for failure in result.failures}
         ends = [self._end_failed(slot, errors[slot], now) for slot in output.slots[is_alive & is_failed].tolist()]
         is_alive &= table.terms[output.slots] == terms
-        self._commit(output.slots[is_alive], output.num_computed_tokens[is_alive])
-        of_prompts = prompt_logprobs(table, output.slots[is_alive], result.prompt_logprobs)
+        alive_slots = output.slots[is_alive]
+        self._commit(alive_slots, output.num_computed_tokens[is_alive])
+        of_prompts = prompt_logprobs(table, alive_slots, result.prompt_logprobs)
 
         is_answered = is_alive & output.is_sampled
         slots, positions = output.slots[is_answered], output.num_computed_tokens[is_answered]

@@ -5,6 +5,7 @@ Owns handing over weights and arrays. It must not know how the kernels compute o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,7 @@ class NativeForwardPass:
         )
         # Kept from step to step: to touch new memory costs more than to fill it.
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+        self._row_logits = np.empty((0, config.vocab_size), dtype=np.float32)
         _log.info(
             "native kernels ready",
             kernels=self._model.kernels,
@@ -99,8 +101,15 @@ class NativeForwardPass:
         )
         by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite.view(np.bool_), batch.first_rows)
         return NativeForwarded(
-            is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits, model=self._model
+            is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits, head=self._head
         )
+
+    def _head(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        if len(self._row_logits) < len(rows):
+            self._row_logits = np.empty((len(rows), self._config.vocab_size), dtype=np.float32)
+        logits = self._row_logits[: len(rows)]
+        self._model.head(rows=rows, logits=logits)
+        return logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +120,7 @@ class NativeForwarded:
     is_sampled: NDArray[np.bool_]  # [num_seqs]
     sampled_logits: NDArray[np.float32]  # [number of sampled sequences, vocab_size]
 
-    model: NativeModel
+    head: Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
     def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return the logits of some of the sampled sequences."""
@@ -120,9 +129,7 @@ class NativeForwarded:
 
     def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Compute the logits of any rows of the step, which must be the last one."""
-        logits = np.empty((len(rows), self.sampled_logits.shape[1]), dtype=np.float32)
-        self.model.head(rows=rows, logits=logits)
-        return logits
+        return self.head(rows)
 
 
 def _load(

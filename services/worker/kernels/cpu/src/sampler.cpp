@@ -404,6 +404,7 @@ int64_t Sampler::draw_from_all(Thread& thread, const float* logits, const RowSet
         raise_bound();
     }
     constexpr int kAtOnce = kBlocks * kTokensPerBlock;
+    const bool keeps_all = least.score == kLowest && least.weight == 0.0f;
     int* const pending = thread.ids.data();
     int num_pending = 0;
     for (int first = 0; first < vocab_size_; first += kAtOnce) {
@@ -417,8 +418,11 @@ int64_t Sampler::draw_from_all(Thread& thread, const float* logits, const RowSet
         if (needs_greatest_byte(thread.maxima.data() + first / kChunk, (count + kChunk - 1) / kChunk, scale, factor)) {
             const uint8_t *byte = coarse_bytes, *const end = coarse_bytes + count;
             while ((byte = static_cast<const uint8_t*>(std::memchr(byte, 255, (size_t)(end - byte))))) {
-                num_pending += kernels_.sift(logits, first + (int)(byte - coarse_bytes), 1, scale, least, factor, byte,
-                                             pending + num_pending);
+                const int id = first + (int)(byte - coarse_bytes);
+                if (keeps_all)
+                    pending[num_pending++] = id;
+                else
+                    num_pending += kernels_.sift(logits, id, 1, scale, least, factor, byte, pending + num_pending);
                 if (++byte == end) break;
             }
         } else {
