@@ -42,7 +42,7 @@ struct RowKernels {
     // their sum in units of 2^-40. Chunks that have no mass are passed over if `maxima` is given and `weights` is not.
     int64_t (*weigh)(const float* values, int count, const float* maxima, Scale scale, float least, float* weights);
     // Writes ids and scores of those whose score is at least `least`, until there are more than `limit`; returns how
-    // many. Chunks whose greatest value is too small are passed over if `maxima` is given.
+    // many; may write sixteen more. Chunks whose greatest value is too small are passed over if `maxima` is given.
     int (*collect)(const float* values, int count, const float* maxima, Scale scale, float least, int limit, int* ids,
                    float* scores);
     // Divides weights into those of at least `pivot` and those below; returns how many go to `upper`, and their sum

@@ -19,7 +19,7 @@ constexpr int kMaxListed = 256;
 constexpr int kMaxSorted = 96;
 constexpr int kMaxDivisions = 64;
 // How many tokens may be looked at first for top_p, and from which score on.
-constexpr int kMaxLikely = 2048;
+constexpr int kMaxLikely = 8192;
 constexpr float kLikelyScore = -9.0f, kLikelyWeight = 1.24e-4f;  // e^-9 is 1.2341e-4.
 // What is drawn is at most this much less likely to win than its bound says: covers all rounding of the bound.
 constexpr double kMargin = 1.01;
@@ -320,7 +320,7 @@ int64_t Sampler::draw(Thread& thread, const float* logits, const RowSettings& ro
     } else if (has_top_p) {
         const float* const maxima = thread.maxima.data();
         const int64_t total = kernels_.weigh(logits, vocab_size_, maxima, scale, least.score, nullptr);
-        // Mostly a few hundred tokens have the mass that is to be kept.
+        // Mostly a few hundred or thousand tokens have the mass that is to be kept.
         const float likely = std::max(least.score, kLikelyScore);
         num_listed = kernels_.collect(logits, vocab_size_, maxima, scale, likely, kMaxLikely, ids, scores);
         if (num_listed <= kMaxLikely &&

@@ -44,6 +44,16 @@ OCTAVO_INLINE void compress(float* to, Vec values, uint32_t mask) {
 #endif
 }
 
+OCTAVO_INLINE void compress_ids(int* to, int first_id, uint32_t mask) {
+#if defined(OCTAVO_AVX512)
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i ids = _mm512_add_epi32(lanes, _mm512_set1_epi32(first_id));
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32((__mmask16)mask, ids));
+#else
+    for (; mask; mask &= mask - 1) *to++ = first_id + __builtin_ctz(mask);
+#endif
+}
+
 // Sixteen values, those beyond `count` being `filler`.
 OCTAVO_INLINE Vec load_some(const float* from, int count, float filler) {
     if (count >= kLanes) return load(from);
@@ -171,13 +181,9 @@ int collect(const float* values, int count, const float* maxima, Scale scale, fl
             // What is beyond the row counts as the lowest score, which may be wanted.
             if (end - i < kLanes) mask &= (1u << (end - i)) - 1;
             if (!mask) continue;
-            alignas(64) float lanes[kLanes];
-            store(lanes, each);
-            for (; mask; mask &= mask - 1) {
-                const int lane = __builtin_ctz(mask);
-                ids[found] = first + i + lane;
-                scores[found++] = lanes[lane];
-            }
+            compress(scores + found, each, mask);
+            compress_ids(ids + found, first + i, mask);
+            found += __builtin_popcount(mask);
             if (found > limit) return found;
         }
     }
