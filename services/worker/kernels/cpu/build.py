@@ -46,11 +46,19 @@ _X86_UNITS = {
     "sampling_avx512.cpp": _AVX512_FLAGS,
     "step_avx2.cpp": ("-mavx2", "-mfma"),
     "step_avx512.cpp": _AVX512_FLAGS,
-    "step_amx.cpp": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
+    "step_amx.cpp": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 
 
-_ANY_PROCESSOR_UNITS = ("sampling_portable.cpp", "step_portable.cpp", "sampler.cpp", "model.cpp", "pool.cpp")
+_ANY_PROCESSOR_UNITS = (
+    "sampling_portable.cpp",
+    "step_portable.cpp",
+    "sampler.cpp",
+    "model.cpp",
+    "packing.cpp",
+    "memory.cpp",
+    "pool.cpp",
+)
 
 
 class BuildFailed(Exception):

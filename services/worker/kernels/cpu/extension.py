@@ -28,7 +28,7 @@ class NativeModel(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the packed weights."""
+        """Bytes of all weights as they are kept."""
         ...
 
     @property
@@ -86,8 +86,11 @@ class NativeModel(Protocol):
         """Measure how many bytes a second all threads read; the best of several rounds."""
         ...
 
-    def multiply_rate(self, num_rounds: int) -> float:
-        """Measure how many bfloat16 operations a second all threads do; the best of several rounds."""
+    def multiply_rate(self, num_rounds: int, quantization: str = "none") -> float:
+        """Measure how many operations a second all threads do in registers; the best of several rounds.
+
+        They are those of the products of bfloat16 weights, or with ``quantization="int8"`` of int8 weights.
+        """
         ...
 
 
@@ -107,8 +110,12 @@ class NativeModelFactory(Protocol):
         frequencies: FloatVector,
         num_threads: int,
         kernels: str,
+        quantization: str,
     ) -> NativeModel:
-        """Make a model without weights; an empty ``kernels`` chooses the fastest that this processor has."""
+        """Make a model without weights; an empty ``kernels`` chooses the fastest that this processor has.
+
+        ``quantization`` is ``none`` or ``int8``.
+        """
         ...
 
 
@@ -211,6 +218,22 @@ class Extension(Protocol):
     EditArrays: EditArraysFactory
     MeasuredArrays: MeasuredArraysFactory
     NativeSampler: NativeSamplerFactory
+
+    def multiply_rows(
+        self,
+        *,
+        weight: Bfloat16Bits,
+        rows: Bfloat16Bits,
+        to: FloatVector,
+        num_threads: int,
+        kernels: str,
+        quantization: str,
+    ) -> None:
+        """Map ``rows`` ``[num_rows, num_inputs]`` by ``weight`` ``[num_columns, num_inputs]`` into ``to``.
+
+        The weight is packed and multiplied as a step does with one of its weights.
+        """
+        ...
 
     def supported_kernels(self) -> list[str]:
         """Return the names of the instruction sets that this processor can run, the fastest first."""

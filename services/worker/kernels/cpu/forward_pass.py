@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libs.obs import get_logger
+from services.worker.config import Quantization
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.cache import TILE_TOKENS, TiledKVCache
 from services.worker.kernels.cpu.extension import Bfloat16Bits, Extension, FloatVector, NativeModel
@@ -54,10 +55,17 @@ class NativeForwardPass:
         block_size: int,
         num_threads: int,
         kernels: str = "",
+        quantization: Quantization = Quantization.NONE,
     ) -> None:
         self._config = config
         self._model = _load(
-            extension, config, reader, block_size=block_size, num_threads=num_threads, kernels=kernels
+            extension,
+            config,
+            reader,
+            block_size=block_size,
+            num_threads=num_threads,
+            kernels=kernels,
+            quantization=quantization,
         )
         # Kept from step to step: to touch new memory costs more than to fill it.
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
@@ -66,8 +74,14 @@ class NativeForwardPass:
             "native kernels ready",
             kernels=self._model.kernels,
             num_threads=num_threads,
+            quantization=quantization.value,
             weight_bytes=self._model.weight_bytes,
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are kept."""
+        return self._model.weight_bytes
 
     @property
     def native_model(self) -> NativeModel:
@@ -140,6 +154,7 @@ def _load(
     block_size: int,
     num_threads: int,
     kernels: str,
+    quantization: Quantization,
 ) -> NativeModel:
     """Turn the model's description into a plan, packing each weight as it is read."""
     model = extension.NativeModel(
@@ -153,6 +168,7 @@ def _load(
         frequencies=rotary_frequencies(config).numpy(),
         num_threads=num_threads,
         kernels=kernels,
+        quantization=quantization.value,
     )
     size = config.hidden_size
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from services.worker.config import Quantization
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.cache import TiledKVCache
 from services.worker.kernels.cpu.extension import load_extension
@@ -81,6 +82,7 @@ class NativeLlama:
         num_threads: int = 2,
         num_blocks: int = 256,
         block_size: int = BLOCK_SIZE,
+        quantization: Quantization = Quantization.NONE,
     ) -> None:
         assert EXTENSION is not None
         source = open_weights(save_model(model, folder))
@@ -93,6 +95,7 @@ class NativeLlama:
             block_size=block_size,
             num_threads=num_threads,
             kernels=kernels,
+            quantization=quantization,
         )
         size = config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * 2
         plan = KVCachePlan(num_blocks=num_blocks, block_size=block_size, bytes_per_block=size)

@@ -92,7 +92,7 @@ class TileAttention {
             for (const TileView& keys : columns)
                 prefetch_lines(keys.first + kTileTokens * row_bytes, kTileTokens * (int)row_bytes);
         float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
-        tile_products<ROW_TILES, TILES>((char*)to, kChunkTokens * sizeof(float), false, rows, columns,
+        tile_products<Bfloat16Pairs, ROW_TILES, TILES>((char*)to, kChunkTokens * sizeof(float), false, rows, columns,
                                         shape_.head_dim / kTileInputs, kFetchNothing);
     }
 
@@ -116,8 +116,9 @@ class TileAttention {
         for (int j = 0; j < TILES; ++j) columns[j] = (const char*)tile(at_most(tiles.first + j, tiles.end - 1));
         // While keys are scored the values beside them are fetched.
         constexpr bool kPrefetch = is_bound_by_memory(ROWS);
-        products<ROWS, TILES, kPrefetch>(sums, rows_ + first_row * shape_.head_dim, shape_.head_dim, columns, 64,
-                                         shape_.head_dim / 2, kTileTokens * shape_.head_dim * (int)sizeof(bf16));
+        const ptrdiff_t row_bytes = shape_.head_dim * (ptrdiff_t)sizeof(bf16);
+        products<Bfloat16Pairs, ROWS, TILES, kPrefetch>(sums, (const char*)rows_ + first_row * row_bytes, row_bytes,
+                                                        columns, 64, shape_.head_dim / 2, kTileTokens * row_bytes);
         float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
         for (int i = 0; i < ROWS; ++i)
             for (int j = 0; j < TILES; ++j) store(to + i * kChunkTokens + j * kTileTokens, sums[i * TILES + j]);
@@ -194,7 +195,7 @@ class TileAttention {
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
                 constexpr int j = decltype(column)::value, kColumn = kFirstColumnTile + j % 2;
                 load_tile<kColumn>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
-                add_tile_products<j, kFirstRowTile, kColumn>();
+                add_tile_products<Bfloat16Pairs, j, kFirstRowTile, kColumn>();
             });
         }
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
@@ -246,9 +247,10 @@ class TileAttention {
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
                 columns[decltype(column)::value] = (const char*)values + decltype(column)::value * 64;
             });
-            accumulate<ROWS, COLUMNS, is_bound_by_memory(ROWS)>(
-                sums, weights_ + (ptrdiff_t)first_row * kChunkTokens + (index - tiles.first) * kTileTokens,
-                kChunkTokens, columns, shape_.head_dim * 4, kTileTokens / 2, distance_to_next_keys(index));
+            accumulate<Bfloat16Pairs, ROWS, COLUMNS, is_bound_by_memory(ROWS)>(
+                sums,
+                (const char*)(weights_ + (ptrdiff_t)first_row * kChunkTokens + (index - tiles.first) * kTileTokens),
+                kChunkTokens * sizeof(bf16), columns, shape_.head_dim * 4, kTileTokens / 2, distance_to_next_keys(index));
         }
         unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
             constexpr int i = decltype(row)::value;

@@ -1,6 +1,6 @@
 // A model that owns its packed weights, its threads and the memory of its steps.
 //
-// Owns packing, checks of what is handed over, and the division of a batch into tiles of queries. It must not know
+// Owns which rows of a weight lie where in its panels, checks of what is handed over, and the division of a batch into tiles of queries. It must not know
 // Python.
 #pragma once
 
@@ -8,49 +8,12 @@
 #include <string>
 #include <vector>
 
+#include "memory.hpp"
+#include "packing.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
 
 namespace octavo {
-
-// Memory aligned for vectors, in huge pages where the system has them.
-class Buffer {
-   public:
-    Buffer() = default;
-    explicit Buffer(size_t num_bytes);
-
-    // Makes room for `num_bytes`; what was there is lost if there was too little.
-    void reserve(size_t num_bytes);
-    template <class T>
-    T* as() const {
-        return static_cast<T*>(memory_.get());
-    }
-
-   private:
-    struct Free {
-        void operator()(void* memory) const;
-    };
-    std::unique_ptr<void, Free> memory_;
-    size_t num_bytes_ = 0;
-};
-
-// Memory for what lives as long as the model, cut from large pieces, so that small weights lie in huge pages too.
-class Arena {
-   public:
-    void* allocate(size_t num_bytes);
-
-   private:
-    std::vector<Buffer> pieces_;
-    size_t free_bytes_ = 0;
-    char* free_ = nullptr;
-};
-
-// Rows of a weight [num_rows][num_columns] in bfloat16.
-struct Matrix {
-    const bf16* data;
-    int64_t num_rows;
-    int64_t num_columns;
-};
 
 struct Values {
     const float* data;
@@ -76,9 +39,15 @@ struct StepArrays {
 // Returns what this processor can run, the fastest first.
 std::vector<const Kernels*> supported_kernels();
 
+// Maps rows [num_rows][num_inputs] by a weight [num_columns][num_inputs] of this type into `to`
+// [num_rows][num_columns], as a step does with one of its weights.
+void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, float* to, int num_threads,
+                   const std::string& kernels);
+
 class NativeModel {
    public:
-    NativeModel(const Shape& shape, Values frequencies, int num_threads, const std::string& kernels);
+    // `type` is that of the weights.
+    NativeModel(const Shape& shape, ValueType type, Values frequencies, int num_threads, const std::string& kernels);
 
     void set_embedding(Matrix weight);
     void add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output);
@@ -92,7 +61,7 @@ class NativeModel {
     void run_head(const int64_t* rows, int64_t num_rows, float* logits);
 
     double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
-    double multiply_rate(int num_rounds);                     // operations a second
+    double multiply_rate(ValueType type, int num_rounds);     // operations a second
 
     // The threads of the steps, for work between two of them.
     Pool& pool();
@@ -101,7 +70,7 @@ class NativeModel {
     const char* kernels() const { return kernels_.name; }
 
    private:
-    Panels make_panels(int64_t num_columns, int64_t num_inputs);
+    Panels pack(const Columns& columns, int64_t num_inputs);
     const float* keep(Values values, int64_t count, int64_t padded);
     void check_step(const StepArrays& arrays) const;
     void make_tiles(const StepArrays& arrays);
@@ -109,17 +78,19 @@ class NativeModel {
 
     Model model_{};
     const Kernels& kernels_;
+    const ValueType type_;
     const int num_threads_;
     std::vector<Operation> operations_;
     Arena weights_;
     size_t weight_bytes_ = 0;
     int max_inner_ = 0;
+    int max_inputs_ = 0;
     int64_t num_blocks_ = 0;
     int64_t num_rows_of_last_step_ = 0;
     std::unique_ptr<Pool> pool_;
     std::vector<QueryTile> tiles_;
     Workspace workspace_{};
-    Buffer hidden_, normed_, queries_, attended_, inner_, rotation_, scratch_;
+    Buffer hidden_, normed_, queries_, attended_, inner_, quantized_, rotation_, scratch_;
 };
 
 }  // namespace octavo

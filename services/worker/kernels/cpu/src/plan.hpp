@@ -15,13 +15,27 @@ constexpr int kTileTokens = 16;  // tokens of the KV cache that are scored toget
 constexpr int kMaxRowsAtOnce = 32;  // rows that a kernel may read together, whether they exist or not
 constexpr int kChunkTiles = 16;  // tiles between two corrections of the softmax
 
-// A weight in panels of 32 columns: [num_panels][num_pairs][32][2], so that a pair of inputs of sixteen columns is
-// one vector.
+constexpr int kRotatedInputs = 64;  // inputs that an int8 weight mixes, and the multiple to which its rows are padded
+
+enum class ValueType { kBfloat16, kInt8 };
+
+// A weight in panels of 32 columns: [num_panels] of [num_groups][32] groups of inputs, so that a group of sixteen
+// columns is one vector. A group has 4 bytes. In bfloat16 it is a pair of inputs. In int8 it is a quad of rotated inputs
+// with 128 added, and the panel's 32 scales (float) follow the groups: column = scale * (values - 128).
 struct Panels {
-    const bf16* data;
+    const char* data;
     int num_panels;
-    int num_pairs;
+    int num_groups;
+    ptrdiff_t panel_bytes;
+    ValueType type;
 };
+
+// What follows the values of a row of rotated int8 values: row = scale * values.
+struct RowScale {
+    float scale;
+    int32_t sum;  // of the values
+};
+constexpr int kQuantizedRowEnd = 64;  // bytes for it, so that rows are aligned
 
 enum class OperationKind { kAttention, kFeedForward };
 
@@ -85,6 +99,7 @@ struct Workspace {
     bf16* queries;     // [num_tokens][num_heads * head_dim]
     bf16* attended;    // the same
     bf16* inner;       // [num_tokens][inner stride of the operation]
+    char* quantized;   // [num_tokens][stride of the weight]: the inputs of an int8 weight and their scale
     float* rotation;   // [num_tokens][2][head_dim / 2]: cosines and sines
     char* scratch;     // [num_threads][scratch_stride]
     size_t scratch_stride;
@@ -114,10 +129,13 @@ struct Kernels {
     void (*run_step)(const Step& step, int thread);
     // The end of a step alone, for other rows of the same batch.
     void (*run_head)(const Step& step, int thread);
+    // Maps the rows of the batch, of `stride` values, by one weight into `to` [num_tokens][num_columns].
+    void (*multiply_rows)(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
+                          int num_columns);
     // Reads memory once; the sum keeps the compiler from leaving the reads out.
     float (*read_memory)(const char* from, size_t num_bytes);
-    // Multiplies pairs of bfloat16 values without touching memory; returns how many operations that were.
-    double (*multiply_in_registers)(int num_rounds, float* sink);
+    // Multiplies values of this type without touching memory; returns how many operations that were.
+    double (*multiply_in_registers)(ValueType type, int num_rounds, float* sink);
 };
 
 const Kernels& portable_kernels();

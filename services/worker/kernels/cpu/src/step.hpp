@@ -21,15 +21,42 @@ namespace {
 
 // ---- Rows ----------------------------------------------------------------------------------------------------------
 
-void embed_row(const Model& model, int64_t token_id, float* hidden) {
-    const Panels& table = model.embedding;
-    const bf16* from = table.data +
-                       (token_id / kPanelColumns * table.num_pairs * kPanelColumns + token_id % kPanelColumns) * 2;
-    for (int pair = 0; pair < table.num_pairs; ++pair) {
-        const uint32_t bits = load_as<uint32_t>(from + (ptrdiff_t)pair * kPanelColumns * 2);
+void embed_bfloat16(const Panels& table, int64_t token_id, float* hidden) {
+    const char* from = table.data + token_id / kPanelColumns * table.panel_bytes + token_id % kPanelColumns * 4;
+    for (int pair = 0; pair < table.num_groups; ++pair) {
+        const uint32_t bits = load_as<uint32_t>(from + (ptrdiff_t)pair * kPanelColumns * 4);
         hidden[2 * pair] = bit_cast<float>(bits << 16);
         hidden[2 * pair + 1] = bit_cast<float>(bits & 0xffff0000u);
     }
+}
+
+// Rotates a row of the table back: the rotation is its own inverse.
+void embed_int8(const Panels& table, int64_t token_id, const Shape& shape, float* hidden) {
+    constexpr int kGroups = kRotatedInputs / 4;
+    const int panel = (int)(token_id / kPanelColumns), column = (int)(token_id % kPanelColumns);
+    const float scale = scales_of(table, panel)[column] * kRotationScale;
+    const char* from = table.data + panel * table.panel_bytes + column * 4;
+    for (int first = 0; first < shape.hidden_stride; first += kRotatedInputs) {
+        alignas(64) float values[kRotatedInputs];
+        for (int group = 0; group < kGroups; ++group)
+            for (int i = 0; i < 4; ++i)
+                values[4 * group + i] =
+                    (float)((uint8_t)from[(ptrdiff_t)(first / 4 + group) * kPanelColumns * 4 + i] - 128) * scale;
+        Block block;
+        for (int i = 0; i < kRotatedInputs / kLanes; ++i) block[i] = load(values + i * kLanes);
+        rotate(block);
+        for (int i = 0; i < kRotatedInputs / kLanes; ++i) store(values + i * kLanes, block[i]);
+        const int count = at_most(shape.hidden_size - first, kRotatedInputs);
+        for (int i = 0; i < at_most(shape.hidden_stride - first, kRotatedInputs); ++i)
+            hidden[first + i] = i < count ? values[i] : 0.0f;
+    }
+}
+
+void embed_row(const Model& model, int64_t token_id, float* hidden) {
+    if (model.embedding.type == ValueType::kInt8)
+        embed_int8(model.embedding, token_id, model.shape, hidden);
+    else
+        embed_bfloat16(model.embedding, token_id, hidden);
 }
 
 void rotation_of(const Model& model, int64_t position, float* cosines) {
@@ -39,6 +66,24 @@ void rotation_of(const Model& model, int64_t position, float* cosines) {
         cosines[i] = cosf(angle);
         cosines[half + i] = sinf(angle);
     }
+}
+
+// Rounds rows of `stride` bfloat16 values that a thread has to itself, for a weight that is int8.
+void quantize_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, Range range) {
+    if (weight.type != ValueType::kInt8) return;
+    const Workspace& work = *step.workspace;
+    float* rotated = (float*)(work.scratch + thread * work.scratch_stride);
+    for (int row = range.first; row < range.end; ++row)
+        quantize_row(rows + (ptrdiff_t)row * stride, stride, num_inputs_of(weight), rotated,
+                     work.quantized + row * quantized_stride(weight));
+}
+
+// The same for all rows of a step, when all threads are done with them and before any goes on.
+void share_quantized_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride) {
+    if (weight.type != ValueType::kInt8) return;
+    quantize_rows(step, thread, weight, rows, stride,
+                  share_of(step.batch->num_tokens, thread, step.team->num_threads()));
+    step.team->barrier();
 }
 
 void norm_row(const Shape& shape, const float* hidden, const float* weight, bf16* normed) {
@@ -53,13 +98,15 @@ void norm_row(const Shape& shape, const float* hidden, const float* weight, bf16
         store_bf16(normed + i, load(hidden + i) * scale * load(weight + i));
 }
 
-void norm_rows(const Step& step, int thread, const float* weight) {
+// Normalizes rows as inputs of the weight `next`.
+void norm_rows(const Step& step, int thread, const float* weight, const Panels& next) {
     const Shape& shape = step.model->shape;
     const Range rows = share_of(step.batch->num_tokens, thread, step.team->num_threads());
     for (int row = rows.first; row < rows.end; ++row) {
         const ptrdiff_t offset = (ptrdiff_t)row * shape.hidden_stride;
         norm_row(shape, step.workspace->hidden + offset, weight, step.workspace->normed + offset);
     }
+    quantize_rows(step, thread, next, step.workspace->normed, shape.hidden_stride, rows);
 }
 
 // ---- Epilogues -----------------------------------------------------------------------------------------------------
@@ -135,13 +182,13 @@ struct WriteGated {
     }
 };
 
-struct WriteLogits {
-    float* logits;
-    int vocab_size;
+struct WriteColumns {
+    float* rows;
+    int num_columns;
 
     OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
-        const int first = panel * kPanelColumns, count = at_most(vocab_size - first, kPanelColumns);
-        float* to = logits + (ptrdiff_t)row * vocab_size + first;
+        const int first = panel * kPanelColumns, count = at_most(num_columns - first, kPanelColumns);
+        float* to = rows + (ptrdiff_t)row * num_columns + first;
         if (count == kPanelColumns) {
             store(to, left);
             store(to + kLanes, right);
@@ -173,7 +220,7 @@ void run_operation(const Step& step, int index, int thread) {
     const Workspace& work = *step.workspace;
     const int phase = 3 * index, num_tokens = step.batch->num_tokens;
     const AddToHidden add{work.hidden, shape.hidden_stride};
-    norm_rows(step, thread, operation.norm);
+    norm_rows(step, thread, operation.norm, operation.first);
     step.team->barrier();
     if (operation.kind == OperationKind::kAttention) {
         multiply(step, phase, thread, operation.first, work.normed, shape.hidden_stride, num_tokens,
@@ -181,13 +228,15 @@ void run_operation(const Step& step, int index, int thread) {
         step.team->barrier();
         attend(step, phase + 1, thread, operation);
         step.team->barrier();
-        multiply(step, phase + 2, thread, operation.second, work.attended, shape.num_heads * shape.head_dim,
-                 num_tokens, add);
+        const int heads_stride = shape.num_heads * shape.head_dim;
+        share_quantized_rows(step, thread, operation.second, work.attended, heads_stride);
+        multiply(step, phase + 2, thread, operation.second, work.attended, heads_stride, num_tokens, add);
     } else {
-        const int inner_stride = 2 * operation.second.num_pairs;
+        const int inner_stride = operation.first.num_panels * kLanes;
         multiply(step, phase, thread, operation.first, work.normed, shape.hidden_stride, num_tokens,
                  WriteGated{work.inner, inner_stride});
         step.team->barrier();
+        share_quantized_rows(step, thread, operation.second, work.inner, inner_stride);
         multiply(step, phase + 2, thread, operation.second, work.inner, inner_stride, num_tokens, add);
     }
     step.team->barrier();
@@ -215,13 +264,12 @@ void run_head(const Step& step, int thread) {
     for (int index = sampled.first; index < sampled.end; ++index)
         norm_row(shape, step.workspace->hidden + step.batch->sampled_rows[index] * shape.hidden_stride,
                  model.final_norm, step.workspace->normed + (ptrdiff_t)index * shape.hidden_stride);
+    quantize_rows(step, thread, model.head, step.workspace->normed, shape.hidden_stride, sampled);
     step.team->barrier();
     if (step.batch->num_sampled_rows)
         multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed, shape.hidden_stride,
-                 step.batch->num_sampled_rows, WriteLogits{step.batch->logits, shape.vocab_size});
-#if defined(OCTAVO_AMX)
-    release_tiles();
-#endif
+                 step.batch->num_sampled_rows, WriteColumns{step.batch->logits, shape.vocab_size});
+    end_products();
 }
 
 void run_step(const Step& step, int thread) {
@@ -231,6 +279,13 @@ void run_step(const Step& step, int thread) {
     for (int index = 0; index < model.num_operations; ++index) run_operation(step, index, thread);
     end_rows(step, thread);
     run_head(step, thread);
+}
+
+void multiply_all_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
+                       int num_columns) {
+    share_quantized_rows(step, thread, weight, rows, stride);
+    multiply(step, 0, thread, weight, rows, stride, step.batch->num_tokens, WriteColumns{to, num_columns});
+    end_products();
 }
 
 // ---- Probes --------------------------------------------------------------------------------------------------------
@@ -247,52 +302,61 @@ float read_memory(const char* from, size_t num_bytes) {
 }
 
 #if defined(OCTAVO_AMX)
-double multiply_in_registers(int num_rounds, float* sink) {
+template <class Groups>
+double multiply_groups_in_registers(int num_rounds, float* sink) {
     alignas(64) float sums[kTileRows * kLanes];
-    load_shapes(kFullShapes);
+    begin_products();
     unroll<8>([&](auto tile) __attribute__((always_inline)) { clear_tile<decltype(tile)::value>(); });
     for (int round = 0; round < num_rounds; ++round) {
-        add_tile_products<0, 4, 6>();
-        add_tile_products<1, 4, 7>();
-        add_tile_products<2, 5, 6>();
-        add_tile_products<3, 5, 7>();
+        add_tile_products<Groups, 0, 4, 6>();
+        add_tile_products<Groups, 1, 4, 7>();
+        add_tile_products<Groups, 2, 5, 6>();
+        add_tile_products<Groups, 3, 5, 7>();
     }
     store_tile<0>(sums, kTileLineBytes);
-    release_tiles();
+    end_products();
     *sink = sums[0];
-    return 2.0 * kSumTiles * kTileRows * kLanes * kTileInputs * num_rounds;
+    return 2.0 * kSumTiles * kTileRows * kLanes * kTileGroups * Groups::kInputs * num_rounds;
 }
 #else
-double multiply_in_registers(int num_rounds, float* sink) {
+template <class Groups>
+double multiply_groups_in_registers(int num_rounds, float* sink) {
     constexpr int kColumns = kIsWide ? 2 : 1;
-    Vec sums[kMaxRows][kColumns];
+    typename Groups::Sum sums[kMaxRows][kColumns];
     alignas(64) const bf16 ones[2 * kLanes] = {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80};
     unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
         unroll<kColumns>([&](auto column) __attribute__((always_inline)) {
-            sums[decltype(row)::value][decltype(column)::value] = splat((float)num_rounds);
+            sums[decltype(row)::value][decltype(column)::value] = {};
         });
     });
-    const Pairs pairs = load_pairs((const char*)ones);
-    const Input input = splat_input(ones);
+    const typename Groups::Columns columns = Groups::load((const char*)ones);
+    const typename Groups::Input input = Groups::splat((const char*)ones);
     for (int round = 0; round < num_rounds; ++round)
         unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
             unroll<kColumns>([&](auto column) __attribute__((always_inline)) {
-                add_products(sums[decltype(row)::value][decltype(column)::value], pairs, input);
+                Groups::add(sums[decltype(row)::value][decltype(column)::value], columns, input);
             });
         });
     // Constant indices again: an array that a loop runs over would live in memory.
-    Vec total = zero();
+    float total = 0.0f;
     unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
         unroll<kColumns>([&](auto column) __attribute__((always_inline)) {
-            total = total + sums[decltype(row)::value][decltype(column)::value];
+            total += (float)sum_of(sums[decltype(row)::value][decltype(column)::value]);
         });
     });
-    *sink = sum_of(total);
-    return 4.0 * kLanes * kMaxRows * kColumns * num_rounds;
+    *sink = total;
+    return 2.0 * Groups::kInputs * kLanes * kMaxRows * kColumns * num_rounds;
 }
 #endif
 
-constexpr Kernels kernels_of(const char* name) { return {name, run_step, run_head, read_memory, multiply_in_registers}; }
+double multiply_in_registers(ValueType type, int num_rounds, float* sink) {
+    return type == ValueType::kInt8 ? multiply_groups_in_registers<Int8Quads>(num_rounds, sink)
+                                    : multiply_groups_in_registers<Bfloat16Pairs>(num_rounds, sink);
+}
+
+constexpr Kernels kernels_of(const char* name) {
+    return {name, run_step, run_head, multiply_all_rows, read_memory, multiply_in_registers};
+}
 
 }  // namespace
 }  // namespace octavo
