@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from libs.logprobs import TokenLogprobs
-from services.worker.config import WeightsType, WorkerConfig
+from services.worker.config import Quantization, WeightsType, WorkerConfig
 from services.worker.model_runner import TorchRunner
 from services.worker.prompt_logprobs import MAX_ROWS_AT_A_TIME
 from services.worker.step import LoadedModel, NewSequence, SamplingParams, SequenceFailure, StepResult
 from services.worker.token_mask import TokenMask, TokenMatcher, mask_of
-from tests.unit.worker.kernels.native_models import rounded_llama
+from tests.unit.worker.kernels.native_models import EXTENSION, rounded_llama
 from tests.unit.worker.small_engine import SmallEngine, load_request
 from tests.unit.worker.small_models import VOCAB_SIZE, expected_logits, random_llama, save_model
 
@@ -22,14 +22,21 @@ SCORED = SamplingParams(num_prompt_logprobs=2, num_logprobs=2)
 BLOCK_SIZE = 16
 
 
-@pytest.fixture(scope="module", params=["torch in fp32", "native in bf16"])
+@pytest.fixture(scope="module", params=["torch in fp32", "native in bf16", "native in int8"])
 def loaded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TorchRunner, LoadedModel]:
     is_torch = request.param == "torch in fp32"
     folder = save_model(random_llama() if is_torch else rounded_llama(), tmp_path_factory.mktemp("model"))
     dtype = WeightsType.FLOAT32 if is_torch else WeightsType.BFLOAT16
-    runner = TorchRunner(WorkerConfig(model=str(folder), dtype=dtype, kv_cache_memory="8MiB", num_threads=2))
+    quantization = Quantization.INT8 if request.param == "native in int8" else Quantization.NONE
+    if quantization is Quantization.INT8 and EXTENSION is None:
+        pytest.skip("needs the compiled kernels: python -m services.worker.kernels.cpu.build")
+    runner = TorchRunner(
+        WorkerConfig(
+            model=str(folder), dtype=dtype, quantization=quantization, kv_cache_memory="8MiB", num_threads=2
+        )
+    )
     return runner, runner.load(load_request(block_size=BLOCK_SIZE), lambda progress: None)
 
 
