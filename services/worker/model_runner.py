@@ -18,7 +18,7 @@ from libs.errors import InternalError, ModelLoadFailed
 from libs.obs import get_logger
 from libs.text import load_model_text, resolve_model_path
 from services.worker.config import Quantization, WeightsType, WorkerConfig, parse_size
-from services.worker.forward_pass import ForwardPass, load_forward_pass
+from services.worker.forward_pass import ForwardPass, load_forward_pass, make_row_sampler
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.kv_cache import (
     CacheBudget,
@@ -29,7 +29,9 @@ from services.worker.kv_cache import (
     plan_kv_cache,
 )
 from services.worker.logits_processors import TokenHistory
+from services.worker.prompt_logprobs import MAX_ROWS_AT_A_TIME, PromptScorer
 from services.worker.resident_memory import MemoryStatement, give_back_freed_memory, measure_memory_in_use
+from services.worker.row_sampler import RowStatus
 from services.worker.sampler import Sampler
 from services.worker.settling import Settling
 from services.worker.step import (
@@ -38,17 +40,21 @@ from services.worker.step import (
     LoadProgress,
     LoadRequest,
     NewSequence,
+    OutputLogprobs,
     SampledTokens,
     SequenceFailure,
     StepInput,
     StepResult,
 )
+from services.worker.token_mask import TokenMatcher
 from services.worker.warm_up import MAX_WARM_SEQUENCES, MAX_WARM_TOKENS, WarmUp, plan_warm_up
 from services.worker.weight_files import open_weights
 from services.worker.weights import ModelConfig, WeightReader
 from services.worker.work_counter import WorkCounter
 
 _log = get_logger("model_runner")
+
+MakeMatcher = Callable[[NewSequence], TokenMatcher | None]
 
 _DTYPES = {WeightsType.BFLOAT16: torch.bfloat16, WeightsType.FLOAT32: torch.float32}
 
@@ -57,13 +63,19 @@ _SLACK_BYTES = 64 * 2**20
 
 
 _NOT_NUMBERS = "The model gave logits that are not numbers."
+_NO_TOKEN_LEFT = (
+    "No token may come next: the grammar, allowed_token_ids, bad_words and min_tokens leave none together. "
+    "Loosen them."
+)
 
 
 class TorchRunner:
     """A ``ModelRunner`` on torch. All methods are called from one thread: torch's thread count belongs to it."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, make_matcher: MakeMatcher = lambda sequence: None) -> None:
+        """Begin without a model; ``make_matcher`` returns what follows a new sequence's grammar, if it has one."""
         self._config = config
+        self._make_matcher = make_matcher
         self._dtype = _DTYPES[config.dtype]
         self._loaded: _Loaded | None = None
         self._settling: Settling | None = None
@@ -106,11 +118,27 @@ class TorchRunner:
             block_size=request.block_size,
             vocab_size=source.config.vocab_size,
         )
-        sampler = Sampler(
-            max_num_seqs=limits.max_num_seqs, vocab_size=limits.vocab_size, eos_token_ids=text.eos_token_ids
+        row_sampler = make_row_sampler(
+            self._config.kernels,
+            model,
+            vocab_size=limits.vocab_size,
+            num_threads=self._config.num_threads_used,
         )
-        work = WorkCounter(source.config, model.weight_sizes, kv_value_bytes=self._dtype.itemsize)
-        self._loaded = _Loaded(model, cache, InputBatch(limits), sampler, work)
+        sampler = Sampler(
+            max_num_seqs=limits.max_num_seqs,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=text.eos_token_ids,
+            row_sampler=row_sampler,
+        )
+        self._loaded = _Loaded(
+            model,
+            cache,
+            InputBatch(limits),
+            sampler,
+            PromptScorer(row_sampler, max_num_seqs=limits.max_num_seqs),
+            self._make_matcher,
+            WorkCounter(source.config, model.weight_sizes, kv_value_bytes=self._dtype.itemsize),
+        )
         on_progress(LoadProgress("warming up", reader.total_bytes, reader.total_bytes))
         self._warm_up(plan_warm_up(limits))
         self._settling = Settling(cache.populate, statement)
@@ -226,37 +254,51 @@ class _Loaded:
     cache: KVCache
     batch: InputBatch
     sampler: Sampler
+    prompt_scorer: PromptScorer
+    make_matcher: MakeMatcher
     work: WorkCounter
 
     def admit(self, sequence: NewSequence) -> None:
         """Take a new sequence's sampling parameters; raises InvalidRequest for those that do not fit the model."""
-        self.sampler.add(sequence.slot, sequence.sampling_params, sequence.choice_index)
+        self.sampler.add(
+            sequence.slot, sequence.sampling_params, sequence.choice_index, self.make_matcher(sequence)
+        )
+        self.prompt_scorer.add(sequence.slot, sequence.sampling_params)
 
     def compute(self, batch: FlatBatch) -> SampledTokens:
         """Run the forward pass and choose a token for each sequence whose last known token was computed."""
         forwarded = self.model.run(batch)
-        is_finite = forwarded.is_finite
+        prompts = self.prompt_scorer.measure(forwarded, batch, self.batch)
+        is_finite = forwarded.is_finite & prompts.is_measured
         failed = [] if is_finite.all() else self._fail_sequences(batch, ~is_finite)
         is_sampled = batch.is_sampled & is_finite
         slots = batch.slots[is_sampled]
-        token_ids = np.empty(0, dtype=np.int64)
+        token_ids, logprobs = np.empty(0, dtype=np.int64), OutputLogprobs.none()
         if len(slots):
             logits = forwarded.logits(is_sampled)
             rows = self.sampler.sample(logits, slots, self.batch.num_output_tokens(slots), self._histories(slots))
             failed += [
-                self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
-                for slot in slots[~rows.is_valid].tolist()
+                self._fail_row(slot, status)
+                for slot, status in zip(
+                    slots[~rows.is_sampled].tolist(), rows.statuses[~rows.is_sampled].tolist(), strict=True
+                )
             ]
-            slots, token_ids = slots[rows.is_valid], rows.token_ids[rows.is_valid]
+            slots, token_ids = slots[rows.is_sampled], rows.token_ids[rows.is_sampled]
+            logprobs = OutputLogprobs(slots[self.sampler.wants_logprobs(slots)], rows.logprobs)
         self.batch.commit(batch, slots, token_ids)
-        return SampledTokens(slots, token_ids, tuple(failed))
+        return SampledTokens(slots, token_ids, tuple(failed), logprobs, prompts.logprobs)
 
     def _histories(self, slots: NDArray[np.int64]) -> dict[int, TokenHistory]:
         return {
             row: TokenHistory(self.batch.token_ids_of(slot), self.batch.num_prompt_tokens(slot))
             for row, slot in enumerate(slots.tolist())
-            if self.sampler.has_processors(slot)
+            if self.sampler.needs_history(slot)
         }
+
+    def _fail_row(self, slot: int, status: RowStatus) -> FailedSequence:
+        if status == RowStatus.NO_TOKEN_LEFT:
+            return self.batch.fail(slot, SequenceFailure.NO_TOKEN_LEFT, _NO_TOKEN_LEFT)
+        return self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
 
     def _fail_sequences(self, batch: FlatBatch, is_failed: NDArray[np.bool_]) -> list[FailedSequence]:
         """Fail sequences whose hidden states are not finite, and take what they wrote out of the cache."""
@@ -290,5 +332,6 @@ def _workspace_bytes(num_tokens: int, num_sampled: int, config: ModelConfig, dty
     num_values_per_token = 12 * config.hidden_size + 4 * config.intermediate_size
     activations = num_tokens * num_values_per_token * dtype.itemsize
     # Logits exist in the model's dtype and in fp32, and once more as scores.
-    logits = num_sampled * config.vocab_size * (dtype.itemsize + 2 * torch.float32.itemsize)
+    num_rows = num_sampled + MAX_ROWS_AT_A_TIME
+    logits = num_rows * config.vocab_size * (dtype.itemsize + 2 * torch.float32.itemsize)
     return activations + logits

@@ -90,7 +90,7 @@ def fp32_logits() -> torch.Tensor:
 @torch.inference_mode()
 def logits_of(forward_pass: ForwardPass, *parts: Part) -> torch.Tensor:
     batch = flat_batch(parts)
-    return forward_pass.run(batch).logits(batch.is_sampled).clone()
+    return torch.from_numpy(forward_pass.run(batch).logits(batch.is_sampled)).clone()
 
 
 def test_logits_are_near_torch_in_fp32(exact: ForwardPass, fp32_logits: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ Owns handing over weights and arrays. It must not know how the kernels compute o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +75,7 @@ class NativeForwardPass:
         )
         # Kept from step to step: to touch new memory costs more than to fill it.
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+        self._row_logits = np.empty((0, config.vocab_size), dtype=np.float32)
         _log.info(
             "native kernels ready",
             kernels=self._model.kernels,
@@ -130,7 +132,16 @@ class NativeForwardPass:
             is_finite=is_finite,
         )
         by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite.view(np.bool_), batch.first_rows)
-        return NativeForwarded(is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits)
+        return NativeForwarded(
+            is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits, head=self._head
+        )
+
+    def _head(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        if len(self._row_logits) < len(rows):
+            self._row_logits = np.empty((len(rows), self._config.vocab_size), dtype=np.float32)
+        logits = self._row_logits[: len(rows)]
+        self._model.head(rows=rows, logits=logits)
+        return logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,10 +152,16 @@ class NativeForwarded:
     is_sampled: NDArray[np.bool_]  # [num_seqs]
     sampled_logits: NDArray[np.float32]  # [number of sampled sequences, vocab_size]
 
-    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
+    head: Callable[[NDArray[np.int64]], NDArray[np.float32]]
+
+    def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return the logits of some of the sampled sequences."""
         chosen = is_chosen[self.is_sampled]
-        return torch.from_numpy(self.sampled_logits if chosen.all() else self.sampled_logits[chosen])
+        return self.sampled_logits if chosen.all() else self.sampled_logits[chosen]
+
+    def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Compute the logits of any rows of the step, which must be the last one."""
+        return self.head(rows)
 
 
 def _load(

@@ -355,13 +355,18 @@ void NativeModel::reserve(int64_t num_tokens) {
                   produced_.as<float>(), scratch_.as<char>(), scratch_bytes(shape, max_inputs_)};
 }
 
-void NativeModel::run(const StepArrays& arrays) {
-    if (!arrays.num_tokens) return;
-    check_step(arrays);
+Pool& NativeModel::pool() {
     if (!pool_) {
         pool_ = std::make_unique<Pool>(num_threads_, 3 * (int)operations_.size() + 1);
         scratch_.reserve(scratch_bytes(model_.shape, max_inputs_) * num_threads_);
     }
+    return *pool_;
+}
+
+void NativeModel::run(const StepArrays& arrays) {
+    if (!arrays.num_tokens) return;
+    check_step(arrays);
+    pool();
     make_tiles(arrays);
     reserve(arrays.num_tokens);
     model_.operations = operations_.data();
@@ -380,6 +385,21 @@ void NativeModel::run(const StepArrays& arrays) {
                          arrays.is_finite};
     const Step step = {&model_, &batch, &workspace_, pool_.get()};
     pool_->run([&](int thread) { kernels_.run_step(step, thread); });
+    num_rows_of_last_step_ = arrays.num_tokens;
+}
+
+void NativeModel::run_head(const int64_t* rows, int64_t num_rows, float* logits) {
+    if (!num_rows) return;
+    // As many rows as the step had have room in the workspace.
+    require(num_rows <= num_rows_of_last_step_, "There are more rows than the last step had.");
+    for (int64_t i = 0; i < num_rows; ++i)
+        require(rows[i] >= 0 && rows[i] < num_rows_of_last_step_, "A row is not one of the last step's.");
+    Batch batch{};
+    batch.sampled_rows = rows;
+    batch.num_sampled_rows = (int)num_rows;
+    batch.logits = logits;
+    const Step step = {&model_, &batch, &workspace_, pool_.get()};
+    pool_->run([&](int thread) { kernels_.run_head(step, thread); });
 }
 
 double NativeModel::read_bandwidth(size_t num_bytes, int num_rounds) {
