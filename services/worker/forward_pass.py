@@ -24,7 +24,7 @@ from services.worker.kernels.cpu.sampler import NativeRowSampler
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
 from services.worker.layers.threads import OperatorThreads
-from services.worker.models.llama import ForwardBatch, LlamaModel
+from services.worker.models.decoder import Decoder, ForwardBatch
 from services.worker.row_sampler import ReferenceRowSampler, RowSampler
 from services.worker.weights import ModelConfig, WeightReader
 
@@ -126,7 +126,7 @@ class TorchForwardPass:
     ) -> None:
         self._config = config
         self._dtype = dtype
-        self._model = LlamaModel(config, reader, dtype, threads)
+        self._model = Decoder(config, reader, dtype, threads)
         self._weight_bytes = reader.kept_bytes
         self._cache: KVCache | None = None
 
@@ -163,7 +163,7 @@ class TorchForwardPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TorchForwarded:
-    model: LlamaModel
+    model: Decoder
     hidden: Tensor  # [num_tokens, hidden_size]
     batch: FlatBatch
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from services.worker.config import Quantization
 from services.worker.input_batch import FlatBatch
@@ -20,7 +20,7 @@ from services.worker.kernels.cpu.forward_pass import NativeForwardPass
 from services.worker.kv_cache import KVCachePlan
 from services.worker.weight_files import open_weights
 from services.worker.weights import WeightReader
-from tests.unit.worker.small_models import random_llama, save_model
+from tests.unit.worker.small_models import random_model, save_model
 
 BLOCK_SIZE = 16
 
@@ -40,12 +40,19 @@ class Part:
     block_ids: Sequence[int]
 
 
-def rounded_llama(**changes: Any) -> LlamaForCausalLM:
+def rounded_model(family: str, **changes: Any) -> PreTrainedModel:
     """Return a model whose weights are bfloat16 values, so that only activations are rounded by the kernels."""
-    model = random_llama(**({"head_dim": 32} | changes))
+    model = random_model(family, **({"head_dim": 32} | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
+    return model
+
+
+def rounded_llama(**changes: Any) -> LlamaForCausalLM:
+    """Return a Llama model whose weights are bfloat16 values."""
+    model = rounded_model("llama", **changes)
+    assert isinstance(model, LlamaForCausalLM)
     return model
 
 
@@ -75,7 +82,7 @@ class NativeLlama:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         folder: Path,
         *,
         kernels: str = "",

@@ -21,7 +21,7 @@ from tests.unit.worker.kernels.native_models import (
     rounded_llama,
 )
 from tests.unit.worker.small_models import VOCAB_SIZE, expected_logits
-from tests.unit.worker.test_llama import LLAMA3_ROPE
+from tests.unit.worker.test_decoder import LLAMA3_ROPE
 
 pytestmark = needs_kernels
 
@@ -119,7 +119,7 @@ def test_the_block_size_does_not_change_logits(tmp_path: Path, block_size: int) 
     assert torch.equal(logits, narrow.last_logits(Part(tokens, 0, blocks_for(100, 2))))
 
 
-class _Sequences:
+class Sequences:
     """Sequences that have been computed alone, token by token, and their logits at each position."""
 
     def __init__(self, native: NativeLlama, lengths: list[int]) -> None:
@@ -130,6 +130,15 @@ class _Sequences:
             torch.cat([native.last_logits(self.part(index, position, position + 1)) for position in range(length)])
             for index, length in enumerate(lengths)
         ]
+
+    def draw(self, rng: np.random.Generator) -> tuple[list[int], list[int], list[int]]:
+        """Return which sequences a batch holds, and the first and last of the tokens that it computes of each."""
+        num_sequences = len(self.token_ids)
+        chosen = rng.permutation(num_sequences)[: rng.integers(1, num_sequences + 1)].tolist()
+        ends = [int(rng.integers(1, len(self.token_ids[index]) + 1)) for index in chosen]
+        # Half of the parts are one token, as they are when sequences produce.
+        starts = [end - 1 if rng.random() < 0.5 else int(rng.integers(0, end)) for end in ends]
+        return chosen, starts, ends
 
     def part(self, index: int, start: int, end: int) -> Part:
         return Part(self.token_ids[index][:end], start, self.block_ids[index])
@@ -145,14 +154,11 @@ def test_a_row_does_not_depend_on_its_batch_or_on_chunks(
         rounded_llama(), tmp_path, kernels=kernels, num_threads=num_threads, quantization=quantization
     )
     lengths = [1, 5, 16, 17, 40, 64, 100, 290]
-    sequences = _Sequences(native, lengths)
+    sequences = Sequences(native, lengths)
     rng = np.random.default_rng(3)
 
     for _ in range(150):
-        chosen = rng.permutation(len(lengths))[: rng.integers(1, len(lengths) + 1)].tolist()
-        ends = [int(rng.integers(1, lengths[index] + 1)) for index in chosen]
-        # Half of the parts are one token, as they are when sequences produce.
-        starts = [end - 1 if rng.random() < 0.5 else int(rng.integers(0, end)) for end in ends]
+        chosen, starts, ends = sequences.draw(rng)
         logits = native.last_logits(*map(sequences.part, chosen, starts, ends))
 
         expected = torch.stack([sequences.logits[i][end - 1] for i, end in zip(chosen, ends, strict=True)])

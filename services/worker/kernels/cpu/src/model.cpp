@@ -49,11 +49,22 @@ void append_gated(Columns& columns, const Matrix& gate, const Matrix& up) {
             for (int i = 0; i < half_panel; ++i) columns.push_back(row_or_null(*matrix, first + i));
 }
 
+// Puts the biases of heads in the order of append_rotated.
+float* rotate_bias(float* to, Values bias, int head_dim) {
+    const int half_panel = kPanelColumns / 2, half = head_dim / 2;
+    for (int64_t head = 0; head < bias.count; head += head_dim)
+        for (int first = 0; first < half; first += half_panel)
+            for (int part : {first, half + first})
+                to = std::copy_n(bias.data + head + part, half_panel, to);
+    return to;
+}
+
 // What a thread needs for attention or to round a row of an int8 weight's inputs.
 size_t scratch_bytes(const Shape& shape, int64_t max_inputs) {
     const size_t rows = (size_t)kTileTokens * (size_t)(shape.num_heads / shape.num_kv_heads);
     const size_t chunk = (size_t)kChunkTiles * kTileTokens;
-    const size_t attention = rows * (chunk * (sizeof(float) + sizeof(bf16)) +
+    const size_t attention = (size_t)kScoreSlack * sizeof(float) +
+                             rows * (chunk * (sizeof(float) + sizeof(bf16)) +
                                   (size_t)shape.head_dim * (sizeof(float) + sizeof(bf16)) + 3 * sizeof(float));
     return (size_t)rounded_up(std::max((int64_t)attention, max_inputs * (int64_t)sizeof(float)), 4096);
 }
@@ -132,7 +143,7 @@ void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, flo
     });
 }
 
-NativeModel::NativeModel(const Shape& shape, ValueType type, Values frequencies, int num_threads,
+NativeModel::NativeModel(const Shape& shape, ValueType type, const Rotations& rotations, int num_threads,
                          const std::string& kernels)
     : kernels_(kernels_named(kernels)), type_(type), num_threads_(num_threads) {
     require(shape.hidden_size > 0 && shape.vocab_size > 0, "A model has a hidden size and a vocabulary.");
@@ -144,7 +155,11 @@ NativeModel::NativeModel(const Shape& shape, ValueType type, Values frequencies,
     require(num_threads > 0, "A model needs a thread.");
     model_.shape = shape;
     model_.shape.hidden_stride = (int)rounded_up(shape.hidden_size, kPanelColumns);
-    model_.frequencies = keep(frequencies, shape.head_dim / 2, shape.head_dim / 2);
+    model_.num_rotations = (int)rotations.amplitudes.count;
+    require(model_.num_rotations > 0, "A model has a kind of rotation.");
+    const int64_t num_frequencies = (int64_t)model_.num_rotations * shape.head_dim / 2;
+    model_.frequencies = keep(rotations.frequencies, num_frequencies, num_frequencies);
+    model_.amplitudes = keep(rotations.amplitudes, model_.num_rotations, model_.num_rotations);
 }
 
 Panels NativeModel::pack(const Columns& columns, int64_t num_inputs) {
@@ -162,15 +177,37 @@ const float* NativeModel::keep(Values values, int64_t count, int64_t padded) {
     return kept;
 }
 
-void NativeModel::set_embedding(Matrix weight) {
+const float* NativeModel::keep_optional(Values values, int64_t count, int64_t padded) {
+    return values.data ? keep(values, count, padded) : nullptr;
+}
+
+const float* NativeModel::keep_first_bias(const AttentionDetails& details) {
+    const Values query = details.query_bias, key = details.key_bias, value = details.value_bias;
+    require(!query.data == !key.data && !key.data == !value.data,
+            "Queries, keys and values have a bias together or not at all.");
+    if (!query.data) return nullptr;
+    const Shape& shape = model_.shape;
+    const int64_t kv_size = (int64_t)shape.num_kv_heads * shape.head_dim;
+    require(query.count == (int64_t)shape.num_heads * shape.head_dim && key.count == kv_size && value.count == kv_size,
+            "A bias has another length than the model's shape says.");
+    std::vector<float> packed((size_t)(query.count + 2 * kv_size));
+    float* to = rotate_bias(packed.data(), query, shape.head_dim);
+    to = rotate_bias(to, key, shape.head_dim);
+    std::copy_n(value.data, kv_size, to);
+    return keep({packed.data(), (int64_t)packed.size()}, (int64_t)packed.size(), (int64_t)packed.size());
+}
+
+void NativeModel::set_embedding(Matrix weight, float scale) {
     const Shape& shape = model_.shape;
     require_shape(weight, shape.vocab_size, shape.hidden_size, "The embedding has another shape than the model.");
     Columns columns;
     append_in_order(columns, weight);
     model_.embedding = pack(columns, shape.hidden_size);
+    model_.embedding_scale = scale;
 }
 
-void NativeModel::add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output) {
+void NativeModel::add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output,
+                                const AttentionDetails& details) {
     const Shape& shape = model_.shape;
     const int64_t query_size = (int64_t)shape.num_heads * shape.head_dim;
     const int64_t kv_size = (int64_t)shape.num_kv_heads * shape.head_dim;
@@ -178,8 +215,21 @@ void NativeModel::add_attention(Values norm, Matrix query, Matrix key, Matrix va
     require_shape(key, kv_size, shape.hidden_size, "The key weight has another shape than the model.");
     require_shape(value, kv_size, shape.hidden_size, "The value weight has another shape than the model.");
     require_shape(output, shape.hidden_size, query_size, "The output weight has another shape than the model.");
+    require(details.rotation >= 0 && details.rotation < model_.num_rotations, "The model has no such rotation.");
+    require(details.window >= 0, "A window holds a token or more, or is 0 for all tokens.");
+    require(!details.query_norm.data == !details.key_norm.data, "Queries and keys are normed together or not at all.");
     Operation operation{};
     operation.kind = OperationKind::kAttention;
+    operation.first_bias = keep_first_bias(details);
+    operation.second_bias = keep_optional(details.output_bias, shape.hidden_size, shape.hidden_stride);
+    operation.query_norm = keep_optional(details.query_norm, shape.head_dim, shape.head_dim);
+    operation.key_norm = keep_optional(details.key_norm, shape.head_dim, shape.head_dim);
+    operation.norm_after = keep_optional(details.norm_after, shape.hidden_size, shape.hidden_stride);
+    operation.rotation = details.rotation;
+    operation.window = details.window;
+    operation.softmax_scale = details.softmax_scale;
+    has_head_norms_ |= operation.query_norm != nullptr;
+    has_norms_after_ |= operation.norm_after != nullptr;
     operation.norm = keep(norm, shape.hidden_size, shape.hidden_stride);
     Columns heads, outputs;
     append_rotated(heads, query, shape.head_dim);
@@ -191,7 +241,8 @@ void NativeModel::add_attention(Values norm, Matrix query, Matrix key, Matrix va
     operations_.push_back(operation);
 }
 
-void NativeModel::add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down) {
+void NativeModel::add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down, Activation activation,
+                                   Values norm_after) {
     const Shape& shape = model_.shape;
     const int64_t inner = gate.num_rows;
     require_shape(gate, inner, shape.hidden_size, "The gate weight has another shape than the model.");
@@ -199,6 +250,9 @@ void NativeModel::add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix d
     require_shape(down, shape.hidden_size, inner, "The down weight has another shape than the gate.");
     Operation operation{};
     operation.kind = OperationKind::kFeedForward;
+    operation.activation = activation;
+    operation.norm_after = keep_optional(norm_after, shape.hidden_size, shape.hidden_stride);
+    has_norms_after_ |= operation.norm_after != nullptr;
     operation.norm = keep(norm, shape.hidden_size, shape.hidden_stride);
     Columns gated, outputs;
     append_gated(gated, gate, up);
@@ -289,10 +343,13 @@ void NativeModel::reserve(int64_t num_tokens) {
     attended_.reserve(rows * heads * sizeof(bf16));
     inner_.reserve(rows * max_inner_ * sizeof(bf16));
     if (type_ == ValueType::kInt8) quantized_.reserve(rows * (size_t)(max_inputs_ + kQuantizedRowEnd));
-    rotation_.reserve(rows * shape.head_dim * sizeof(float));
+    rotation_.reserve(rows * model_.num_rotations * shape.head_dim * sizeof(float));
+    if (has_head_norms_)
+        heads_.reserve(rows * (size_t)(shape.num_heads + shape.num_kv_heads) * shape.head_dim * sizeof(float));
+    if (has_norms_after_) produced_.reserve(rows * shape.hidden_stride * sizeof(float));
     workspace_ = {hidden_.as<float>(), normed_.as<bf16>(),    queries_.as<bf16>(),  attended_.as<bf16>(),
-                  inner_.as<bf16>(),   quantized_.as<char>(), rotation_.as<float>(), scratch_.as<char>(),
-                  scratch_bytes(shape, max_inputs_)};
+                  inner_.as<bf16>(),   quantized_.as<char>(), rotation_.as<float>(), heads_.as<float>(),
+                  produced_.as<float>(), scratch_.as<char>(), scratch_bytes(shape, max_inputs_)};
 }
 
 Pool& NativeModel::pool() {

@@ -20,6 +20,21 @@ struct Values {
     int64_t count;
 };
 
+// What an attention has beside its weights; values without data are what the model lacks.
+struct AttentionDetails {
+    Values query_bias, key_bias, value_bias, output_bias;
+    Values query_norm, key_norm;
+    Values norm_after;
+    int rotation;
+    int window;
+    float softmax_scale;
+};
+
+// Rotary positions of one or more kinds: [num_rotations][head_dim / 2] frequencies and [num_rotations] amplitudes.
+struct Rotations {
+    Values frequencies, amplitudes;
+};
+
 // The arrays of a step as they are handed over.
 struct StepArrays {
     int64_t num_tokens;
@@ -47,11 +62,12 @@ void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, flo
 class NativeModel {
    public:
     // `type` is that of the weights.
-    NativeModel(const Shape& shape, ValueType type, Values frequencies, int num_threads, const std::string& kernels);
+    NativeModel(const Shape& shape, ValueType type, const Rotations& rotations, int num_threads, const std::string& kernels);
 
-    void set_embedding(Matrix weight);
-    void add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output);
-    void add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down);
+    void set_embedding(Matrix weight, float scale);
+    void add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output,
+                       const AttentionDetails& details);
+    void add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down, Activation activation, Values norm_after);
     void set_head(Values norm, const Matrix* weight);  // without a weight the head is the embedding
     // Takes the cache of each attention in turn; the memory must outlive the model's steps.
     void bind_cache(const std::vector<bf16*>& layers, int64_t num_blocks);
@@ -72,6 +88,8 @@ class NativeModel {
    private:
     Panels pack(const Columns& columns, int64_t num_inputs);
     const float* keep(Values values, int64_t count, int64_t padded);
+    const float* keep_optional(Values values, int64_t count, int64_t padded);
+    const float* keep_first_bias(const AttentionDetails& details);
     void check_step(const StepArrays& arrays) const;
     void make_tiles(const StepArrays& arrays);
     void reserve(int64_t num_tokens);
@@ -87,10 +105,11 @@ class NativeModel {
     int max_inputs_ = 0;
     int64_t num_blocks_ = 0;
     int64_t num_rows_of_last_step_ = 0;
+    bool has_head_norms_ = false, has_norms_after_ = false;
     std::unique_ptr<Pool> pool_;
     std::vector<QueryTile> tiles_;
     Workspace workspace_{};
-    Buffer hidden_, normed_, queries_, attended_, inner_, quantized_, rotation_, scratch_;
+    Buffer hidden_, normed_, queries_, attended_, inner_, quantized_, rotation_, heads_, produced_, scratch_;
 };
 
 }  // namespace octavo

@@ -14,6 +14,8 @@ constexpr int kPanelColumns = 32;
 constexpr int kTileTokens = 16;  // tokens of the KV cache that are scored together
 constexpr int kMaxRowsAtOnce = 32;  // rows that a kernel may read together, whether they exist or not
 constexpr int kChunkTiles = 16;  // tiles between two corrections of the softmax
+// Scores are computed for up to eight tiles at once; of the last ones some may lie beyond a chunk.
+constexpr int kScoreSlack = 8 * kTileTokens;
 
 constexpr int kRotatedInputs = 64;  // inputs that an int8 weight mixes, and the multiple to which its rows are padded
 
@@ -39,12 +41,26 @@ constexpr int kQuantizedRowEnd = 64;  // bytes for it, so that rows are aligned
 
 enum class OperationKind { kAttention, kFeedForward };
 
+enum class Activation { kSilu, kGeluTanh };
+
+// Pointers to what a model lacks are null. Biases are in the order of their panels' columns.
 struct Operation {
     OperationKind kind;
     const float* norm;
     Panels first;   // attention: queries, keys and values; feed-forward: gates and ups, sixteen of each to a panel
     Panels second;  // back into the residual stream
-    // Attention: [num_blocks][block_size / 16][num_kv_heads] tiles of keys [head_dim / 2][16][2] and then values
+    const float* second_bias;
+    const float* norm_after;  // of what is added to the residual stream
+    // Feed-forward.
+    Activation activation;
+    // Attention.
+    const float* first_bias;
+    const float* query_norm;  // [head_dim], of each head before it is rotated; with it there is a key_norm
+    const float* key_norm;
+    int rotation;  // which of the model's
+    int window;    // how many of the last tokens a token sees, itself included; none when it is 0
+    float softmax_scale;
+    // [num_blocks][block_size / 16][num_kv_heads] tiles of keys [head_dim / 2][16][2] and then values
     // [8][head_dim][2].
     bf16* cache;
 };
@@ -65,9 +81,12 @@ struct Model {
     const Operation* operations;
     int num_operations;
     Panels embedding;
+    float embedding_scale;  // of what comes in, not of a head with the same weight
     const float* final_norm;
     Panels head;
-    const float* frequencies;  // [head_dim / 2]
+    int num_rotations;
+    const float* frequencies;  // [num_rotations][head_dim / 2]
+    const float* amplitudes;   // [num_rotations]: what cosines and sines are multiplied by
 };
 
 // Queries of one sequence that lie in one tile of positions, so that all see the same number of tiles.
@@ -100,7 +119,9 @@ struct Workspace {
     bf16* attended;    // the same
     bf16* inner;       // [num_tokens][inner stride of the operation]
     char* quantized;   // [num_tokens][stride of the weight]: the inputs of an int8 weight and their scale
-    float* rotation;   // [num_tokens][2][head_dim / 2]: cosines and sines
+    float* rotation;   // [num_rotations][num_tokens][2][head_dim / 2]: cosines and sines
+    float* heads;      // [num_tokens][num_heads + num_kv_heads][head_dim]: queries and keys before they are normed
+    float* produced;   // [num_tokens][hidden_stride]: what an operation adds, before it is normed
     char* scratch;     // [num_threads][scratch_stride]
     size_t scratch_stride;
 };

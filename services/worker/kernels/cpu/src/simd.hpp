@@ -194,6 +194,12 @@ OCTAVO_INLINE Vec silu(Vec x) {
     return x / (splat(1.0f) + exp2_of(x * splat(-1.44269504f)));
 }
 
+// The approximation x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x (1 + tanh u) / 2.
+OCTAVO_INLINE Vec gelu_tanh(Vec x) {
+    const Vec exponent = x * fma(x * x, splat(-0.10294324f), splat(-2.30220820f));  // -2 u log2(e)
+    return x / (splat(1.0f) + exp2_of(exponent));
+}
+
 // How values are multiplied: a group of inputs that one instruction takes, 4 bytes, of sixteen columns of a weight
 // (`Columns`) and of one row (`Input`, in all lanes).
 
