@@ -76,10 +76,8 @@ def test_loading_tells_what_there_is(folder: Path) -> None:
     assert (model.max_model_len, model.vocab_size, model.block_size) == (100, VOCAB_SIZE, 4)
     assert model.eos_token_ids == (END_TOKEN_ID,)
     assert len(model.tokenizer_digest) == 32
-    assert model.weights_bytes == sum(
-        p.numel() * (4 if p.ndim == 1 else 2)
-        for p in random_llama().parameters()  # Norms stay in fp32.
-    )
+    # Vectors, which are norms, stay in fp32.
+    assert model.weights_bytes == sum(p.numel() * (4 if p.dim() == 1 else 2) for p in random_llama().parameters())
     assert reports[-1].loaded_bytes == reports[-1].total_bytes > 0
 
 

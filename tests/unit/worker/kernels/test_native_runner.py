@@ -120,6 +120,7 @@ def test_a_sequence_without_valid_logits_fails_alone_and_its_blocks_can_be_used_
 def test_loading_again_begins_anew(folder: Path) -> None:
     runner, _ = make_runner(folder)
     model = runner.load(load_request(block_size=32), lambda progress: None)
+    runner.wait_until_settled()
     engine = SmallEngine(runner, model)
     engine.add(0, prompt_of(1, 40))
 
