@@ -105,8 +105,8 @@ def test_weights_larger_than_memory_are_refused(folder: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("quantization", "refusal"),
-    # In int8 there is room for them; what is refused then are blocks that native kernels cannot take.
-    [(Quantization.NONE, "The weights take"), (Quantization.INT8, "need the native kernels")],
+    # In int8 there is room for them; what is refused then is the cache beside them.
+    [(Quantization.NONE, "The weights take"), (Quantization.INT8, "The KV cache was asked to take")],
 )
 def test_weights_are_measured_in_the_format_in_which_they_are_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: Quantization, refusal: str
