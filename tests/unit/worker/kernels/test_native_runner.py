@@ -189,7 +189,7 @@ def test_weights_in_int8_take_a_byte_and_a_scale_for_each_column(tmp_path: Path)
     folder = save_model(rounded_llama(**sizes, vocab_size=96), tmp_path)
     num_columns = 96 + 2 * (3 * 128 + 128 + 2 * 192 + 128) + 96
     num_weights = 2 * 96 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 192)
-    vectors = 4 * (5 * 128 + 16 + 1)  # norms, rotary frequencies and their amplitude
+    vectors = 4 * (5 * 128 + 16 + 1)  # norms, frequencies of the rotary positions and their amplitude
 
     models = {quantization: make_runner(folder, quantization)[1] for quantization in Quantization}
 
