@@ -27,7 +27,8 @@ from libs.errors import (
 from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
-from services.gateway.completions import Caller, ChatCompletions
+from services.gateway.completions import Caller, Completions
+from services.gateway.endpoints import CHAT
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.http_errors import error_response, internal_error
 from services.gateway.http_server import SERVER_NAME
@@ -54,7 +55,7 @@ _METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 class Parts:
     """What the routes are made of."""
 
-    completions: ChatCompletions
+    completions: Completions
     authenticator: Authenticator
     admission: Admission
     directory: EngineDirectory
@@ -93,7 +94,7 @@ class _Routes:
         self._parts = parts
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER])
+        return await self._parts.completions.post(request, request[_CALLER], CHAT)
 
     async def list_models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._model()]})

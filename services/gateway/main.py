@@ -28,7 +28,7 @@ from services.gateway.answers import AnswerSettings
 from services.gateway.app import Parts, make_app
 from services.gateway.audit import Audit, AuditSettings, AuditTrail, NoAudit
 from services.gateway.clients import RouterClient, TelemetryClient
-from services.gateway.completions import ChatCompletions, CompletionSettings
+from services.gateway.completions import Completions, CompletionSettings
 from services.gateway.config import GatewayConfig
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.engine_streams import EngineStreams
@@ -208,7 +208,7 @@ def _make_app(
         retry_placement_timeout_seconds=config.retry_placement_timeout_seconds,
         accept_timeout_seconds=config.engine_accept_timeout_seconds,
     )
-    completions = ChatCompletions(
+    completions = Completions(
         model=foundation.model,
         text=foundation.text,
         admission=foundation.admission,

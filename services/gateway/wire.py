@@ -49,7 +49,7 @@ _REQUEST_STATUSES = {
 
 
 def encode_submit(submission: Submission, remaining_seconds: float) -> generation_pb2.GenerateRequest:
-    """Build the command that starts a request with one choice."""
+    """Build the command that starts a request."""
     return generation_pb2.GenerateRequest(
         submit=generation_pb2.Submit(
             request_id=submission.request_id,
@@ -64,14 +64,15 @@ def encode_submit(submission: Submission, remaining_seconds: float) -> generatio
             else generation_pb2.SharedPrefix(
                 salt=submission.shared_prefix.salt, num_blocks=submission.shared_prefix.num_blocks
             ),
-            choices=[generation_pb2.ChoiceState()],
+            choices=[generation_pb2.ChoiceState()] * submission.num_choices,
+            priority=submission.priority,
         )
     )
 
 
-def encode_abort(request_id: str) -> generation_pb2.GenerateRequest:
-    """Build the command that ends a request."""
-    return generation_pb2.GenerateRequest(abort=generation_pb2.Abort(request_id=request_id))
+def encode_abort(request_id: str, handles: Sequence[int]) -> generation_pb2.GenerateRequest:
+    """Build the command that ends some choices of a request, or all where none is named."""
+    return generation_pb2.GenerateRequest(abort=generation_pb2.Abort(request_id=request_id, handles=handles))
 
 
 def decode_step(message: generation_pb2.GenerateResponse) -> StepEvents:
@@ -103,6 +104,7 @@ def encode_enqueue(ask: PlacementAsk, remaining_seconds: float) -> router_pb2.Pl
             model_name=ask.model_name,
             num_prompt_tokens=ask.num_prompt_tokens,
             max_output_tokens=ask.max_output_tokens,
+            priority=ask.priority,
             prefix_hashes=ask.prefix_hashes,
             hash_contract=_encode_hash_contract(ask.hash_contract),
             excluded_engine_ids=ask.excluded_engine_ids,
@@ -175,6 +177,12 @@ def _encode_sampling_params(params: SamplingParams) -> generation_pb2.SamplingPa
         min_output_tokens=params.min_output_tokens,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[generation_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
     )
 
 

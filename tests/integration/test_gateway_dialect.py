@@ -1,0 +1,313 @@
+"""OpenAI's dialect as vLLM has widened it, over HTTP to a real gateway process between fakes of the other tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from libs.errors import InvalidLogits, WorkerLost
+from libs.protogen.telemetry.v1 import telemetry_pb2
+from tests.fakes.fake_generation_engine import Script
+from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open_stand
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+EOS = 2
+TURNS = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Sure: "}]
+WITH_USAGE = {"stream_options": {"include_usage": True}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand]:
+    async with open_stand(tmp_path_factory.mktemp("dialect")) as stand:
+        yield stand
+
+
+@pytest.fixture
+def stand(shared_stand: Stand) -> Stand:
+    """The shared stand with an engine whose choices differ."""
+    engine = shared_stand.engine
+    engine.scripts.clear()
+    engine.default_script = Script(
+        token_ids=[*shared_stand.encode("One two."), EOS],
+        ends_with_stop_token=True,
+        num_cached_tokens=16,
+        other_choices=(
+            Script(token_ids=shared_stand.encode("Three 😀 four five six"), reason=LENGTH, num_cached_tokens=32),
+            Script(token_ids=[*shared_stand.encode("Seven"), EOS], ends_with_stop_token=True),
+        ),
+    )
+    return shared_stand
+
+
+LENGTH = 2  # FINISH_REASON_LENGTH
+CHOICES = [("One two.", "stop"), ("Three 😀 four five six", "length"), ("Seven", "stop")]
+
+
+async def post(stand: Stand, path: str, **fields: Any) -> tuple[int, Any, str]:
+    async with stand.gateway.http.post(path, json={"model": MODEL_NAME} | fields) as response:
+        return response.status, await response.json(), response.headers["X-Octavo-Request-Id"]
+
+
+async def chat(stand: Stand, **fields: Any) -> tuple[int, Any, str]:
+    messages = [{"role": "user", "content": "Count."}]
+    return await post(stand, "/v1/chat/completions", **({"messages": messages} | fields))
+
+
+async def chat_events(stand: Stand, **fields: Any) -> tuple[list[Any], str]:
+    messages = [{"role": "user", "content": "Count."}]
+    body = {"model": MODEL_NAME, "messages": messages, "stream": True} | fields
+    async with stand.gateway.http.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 200
+        return events_of(await response.read()), response.headers["X-Octavo-Request-Id"]
+
+
+def choices_of(events: list[Any]) -> dict[int, list[dict[str, Any]]]:
+    """The choices of a stream's chunks by their index."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        if isinstance(event, dict):
+            for choice in event.get("choices", ()):
+                found.setdefault(choice["index"], []).append(choice)
+    return found
+
+
+# --- Several choices.
+
+
+async def test_several_choices_are_one_request_with_one_row(stand: Stand) -> None:
+    status, body, request_id = await chat(stand, n=3, seed=7)
+    record = await stand.telemetry.wait_for(request_id)
+
+    assert status == 200
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [(choice["message"]["content"], choice["finish_reason"]) for choice in body["choices"]] == CHOICES
+    num_tokens = sum(len(stand.encode(text)) for text, _ in CHOICES) + 2
+    submit = stand.engine.submits[-1]
+    # The prompt is counted and cached once, whatever the number of choices.
+    assert body["usage"] == {
+        "prompt_tokens": len(submit.prompt_token_ids),
+        "completion_tokens": num_tokens,
+        "total_tokens": len(submit.prompt_token_ids) + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": 16},
+    }
+    assert (len(submit.choices), submit.sampling_params.seed) == (3, 7)
+    assert record.status == telemetry_pb2.REQUEST_STATUS_LENGTH
+    assert (record.prompt_tokens, record.completion_tokens) == (len(submit.prompt_token_ids), num_tokens)
+    assert (record.cached_tokens, record.discarded_tokens) == (16, 0)
+
+
+async def test_streamed_choices_concatenate_to_the_whole_ones(stand: Stand) -> None:
+    events, _ = await chat_events(stand, n=3, **WITH_USAGE)
+    _, body, _ = await chat(stand, n=3)
+
+    assert events[-1] == "[DONE]"
+    assert events.count("[DONE]") == 1
+    assert events[-2]["usage"] == body["usage"]
+    found = choices_of(events)
+    assert sorted(found) == [0, 1, 2]
+    for index, chunks in found.items():
+        assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
+        assert sum("role" in chunk["delta"] for chunk in chunks) == 1
+        text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+        assert (text, chunks[-1]["finish_reason"]) == CHOICES[index]
+        assert [chunk["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+async def test_a_stop_string_ends_one_choice_and_the_others_go_on(stand: Stand) -> None:
+    endless = Script(token_ids=stand.encode("a b STOP c d"), hangs=True)
+    slow = Script(token_ids=stand.encode("x y z"), step_delay_seconds=0.05)
+    stand.engine.default_script = Script(
+        token_ids=endless.token_ids, hangs=True, num_cached_tokens=8, other_choices=(slow,)
+    )
+
+    status, body, request_id = await chat(stand, n=2, stop=["STOP"])
+    record = await stand.telemetry.wait_for(request_id)
+
+    assert status == 200
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["a b ", "x y z"]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "stop"]
+    assert (request_id, 1) in stand.engine.partly_aborted
+    assert request_id not in stand.engine.aborted_ids
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
+    num_taken = 3 + len(stand.encode("x y z")) + len(stand.encode(" STOP")) - 1
+    assert record.completion_tokens == body["usage"]["completion_tokens"] == num_taken
+    assert record.discarded_tokens == len(endless.token_ids) + len(slow.token_ids) - num_taken
+
+
+async def test_a_choice_that_fails_ends_the_request(stand: Stand) -> None:
+    stand.engine.default_script = Script(
+        token_ids=stand.encode("a b c"),
+        hangs=True,
+        other_choices=(Script(token_ids=[5], error=InvalidLogits("NaN")),),
+    )
+
+    status, body, request_id = await chat(stand, n=2)
+    record = await stand.telemetry.wait_for(request_id)
+
+    assert (status, body["error"]["type"]) == (500, "server_error")
+    assert request_id in stand.engine.aborted_ids
+    assert record.status == telemetry_pb2.REQUEST_STATUS_ERROR
+    assert not stand.engine.running_ids
+
+
+async def test_a_lost_worker_before_any_token_is_invisible_for_all_choices(stand: Stand) -> None:
+    failing = Script(error=WorkerLost("gone"))
+    stand.engine.scripts.append(Script(error=WorkerLost("gone"), other_choices=(failing, failing)))
+
+    status, body, _ = await chat(stand, n=3)
+
+    assert status == 200
+    assert [choice["message"]["content"] for choice in body["choices"]] == [text for text, _ in CHOICES]
+
+
+async def test_a_client_that_leaves_ends_all_choices(stand: Stand) -> None:
+    stand.engine.default_script = Script(token_ids=stand.encode("a b"), hangs=True)
+    num_submits = len(stand.engine.submits)
+
+    leaving = asyncio.create_task(chat_events(stand, n=4))
+    await stand.engine.wait_until(lambda: len(stand.engine.submits) > num_submits)
+    request_id = stand.engine.submits[-1].request_id
+    await asyncio.sleep(0.1)
+    leaving.cancel()
+    await stand.engine.wait_until(lambda: request_id in stand.engine.aborted_ids)
+    record = await stand.telemetry.wait_for(request_id)
+
+    assert record.status == telemetry_pb2.REQUEST_STATUS_ABORTED
+    assert record.completion_tokens == 4 * len(stand.encode("a b"))
+    assert not stand.engine.running_ids
+
+
+# --- Fields that reach the engine, and fields that shape the answer.
+
+
+async def test_what_changes_the_draw_reaches_the_engine(stand: Stand) -> None:
+    status, _, _ = await chat(
+        stand,
+        presence_penalty=0.5,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.25,
+        logit_bias={"17": 5, "18": -100},
+        allowed_token_ids=[17, 18, 19],
+        bad_words=["cat"],
+        priority=-3,
+    )
+
+    submit = stand.engine.submits[-1]
+    params = submit.sampling_params
+    assert status == 200
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -1.5, 1.25)
+    assert dict(params.logit_bias) == {17: 5.0, 18: -100.0}
+    assert list(params.allowed_token_ids) == [17, 18, 19]
+    assert [list(word.token_ids) for word in params.bad_words] == [stand.encode("cat"), stand.encode(" cat")]
+    assert submit.priority == stand.router.enqueues[-1].priority == 3
+
+
+async def test_what_is_not_asked_for_is_not_sent(stand: Stand) -> None:
+    await chat(stand)
+
+    submit = stand.engine.submits[-1]
+    assert not submit.sampling_params.HasField("repetition_penalty")
+    assert not submit.sampling_params.logit_bias
+    assert (len(submit.choices), submit.priority) == (1, 0)
+
+
+async def test_the_stop_string_and_special_tokens_are_shown_where_they_are_asked_for(stand: Stand) -> None:
+    stand.engine.default_script = Script(
+        token_ids=[*stand.encode("one"), 1, *stand.encode(" two three"), EOS], ends_with_stop_token=True
+    )
+
+    async def text(**fields: Any) -> str:
+        _, body, _ = await chat(stand, **fields)
+        return str(body["choices"][0]["message"]["content"])
+
+    assert await text(stop=" three") == "one two"
+    assert await text(stop=" three", include_stop_str_in_output=True) == "one two three"
+    assert await text(skip_special_tokens=False) == "one<|im_start|> two three"
+    assert (
+        await text(skip_special_tokens=False, include_stop_str_in_output=True)
+        == "one<|im_start|> two three<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_a_message_is_continued_and_echoed_only_where_that_is_asked_for(stand: Stand, echo: bool) -> None:
+    fields: dict[str, Any] = {"messages": TURNS, "continue_final_message": True, "echo": echo}
+
+    _, body, _ = await chat(stand, **fields)
+    events, _ = await chat_events(stand, **fields)
+
+    ids = list(stand.engine.submits[-1].prompt_token_ids)
+    shown = b"".join(map(stand.model_text.tokenizer.token_bytes, ids)).decode()
+    assert shown.endswith("<|im_start|>assistant\nSure: ")
+    assert body["usage"]["prompt_tokens"] == len(ids)
+    expected = ("Sure: " if echo else "") + "One two."
+    assert body["choices"][0]["message"]["content"] == expected
+    assert "".join(chunk["delta"].get("content", "") for chunk in choices_of(events)[0]) == expected
+
+
+async def test_both_ways_to_begin_an_answer_are_refused_together(stand: Stand) -> None:
+    status, body, _ = await chat(stand, messages=TURNS, continue_final_message=True, add_generation_prompt=True)
+
+    assert (status, body["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_a_prompt_is_cut_to_its_end(stand: Stand) -> None:
+    long = [{"role": "user", "content": "a " * 9000}]
+
+    status, body, _ = await chat(stand, messages=long, truncate_prompt_tokens=100)
+    fitting_status, fitting, _ = await chat(stand, messages=long, truncate_prompt_tokens=-1, max_tokens=20)
+
+    assert (status, body["usage"]["prompt_tokens"]) == (200, 100)
+    assert (fitting_status, fitting["usage"]["prompt_tokens"]) == (200, 8192 - 20)
+
+
+async def test_token_ids_are_returned_streamed_and_whole(stand: Stand) -> None:
+    _, body, _ = await chat(stand, n=2, return_token_ids=True)
+    events, _ = await chat_events(stand, n=2, return_token_ids=True)
+
+    prompt_token_ids = list(stand.engine.submits[-1].prompt_token_ids)
+    wanted = [[*stand.encode("One two."), EOS], stand.encode("Three 😀 four five six")]
+    assert body["prompt_token_ids"] == prompt_token_ids
+    assert [choice["token_ids"] for choice in body["choices"]] == wanted
+    assert events[0]["prompt_token_ids"] == prompt_token_ids
+    for index, chunks in choices_of(events).items():
+        ids = itertools.chain.from_iterable(chunk.get("token_ids") or () for chunk in chunks)
+        assert list(ids) == wanted[index]
+
+
+async def test_usage_can_be_told_all_along(stand: Stand) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+
+    events, _ = await chat_events(stand, stream_options=options)
+
+    counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == len(stand.encode("One two.")) + 1
+    assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {events[-2]["usage"]["prompt_tokens"]}
+
+
+# --- OpenAI's own client.
+
+
+async def test_the_openai_client_takes_several_choices(stand: Stand) -> None:
+    messages: Any = [{"role": "user", "content": "Count."}]
+    async with openai.AsyncOpenAI(base_url=f"{stand.gateway.base_url}/v1", api_key="none", max_retries=0) as client:
+        whole = await client.chat.completions.create(model=MODEL_NAME, messages=messages, n=3)
+        pieces: dict[int, str] = {}
+        async with client.chat.completions.stream(model=MODEL_NAME, messages=messages, n=3) as stream:
+            async for event in stream:
+                if event.type == "chunk":
+                    for choice in event.chunk.choices:
+                        pieces[choice.index] = pieces.get(choice.index, "") + (choice.delta.content or "")
+
+    texts = [text for text, _ in CHOICES]
+    assert [choice.message.content for choice in whole.choices] == texts
+    assert [pieces[index] for index in range(3)] == texts
