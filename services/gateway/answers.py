@@ -33,12 +33,12 @@ class PromptAnswer:
     """The choices of one prompt as they come from its generation, counted on the way."""
 
     def __init__(
-        self, generation: Generation, outputs: Sequence[ChoiceOutput], account: RequestAccount, *, first_index: int
+        self, generation: Generation, outputs: Sequence[ChoiceOutput], account: RequestAccount, *, prompt_index: int
     ) -> None:
         self.generation = generation
         self._outputs = outputs
         self._account = account
-        self._first_index = first_index
+        self._first_index = prompt_index * len(outputs)
         self._reasons: dict[int, FinishReason] = {}
         self.failure: Exception | None = None
 

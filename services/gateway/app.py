@@ -28,7 +28,7 @@ from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
 from services.gateway.completions import Caller, Completions
-from services.gateway.endpoints import CHAT
+from services.gateway.endpoints import CHAT, TEXT
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.http_errors import error_response, internal_error
 from services.gateway.http_server import SERVER_NAME
@@ -77,6 +77,7 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
     app.add_routes(
         [
             web.post("/v1/chat/completions", routes.chat_completions, expect_handler=_go_on),
+            web.post("/v1/completions", routes.text_completions, expect_handler=_go_on),
             web.get("/v1/models", routes.list_models),
             web.get("/v1/models/{model_id:.+}", routes.get_model),
             web.get("/livez", routes.livez),
@@ -95,6 +96,9 @@ class _Routes:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._parts.completions.post(request, request[_CALLER], CHAT)
+
+    async def text_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._parts.completions.post(request, request[_CALLER], TEXT)
 
     async def list_models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._model()]})

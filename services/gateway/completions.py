@@ -30,7 +30,7 @@ from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.http_errors import internal_error, known_error
 from services.gateway.identity import Tenant
 from services.gateway.openai_schema import ModelFacts, parse_json, read_head
-from services.gateway.output_text import new_output
+from services.gateway.output_text import ChoiceOutput, new_output
 from services.gateway.peers import PlacementAsk
 from services.gateway.sse import SseWriter
 from services.gateway.text_preparation import PreparedPrompt, TextPreparation, fit_output
@@ -236,15 +236,10 @@ class Completions:
         request: Request,
         prompts: Sequence[PreparedPrompt],
     ) -> web.StreamResponse:
-        num_choices = request.options.num_choices
+        served = zip(exchange.accounts, exchange.generations, prompts, strict=True)
         answers = [
-            PromptAnswer(
-                generation,
-                [new_output(self._text.model_text.tokenizer, request.options) for _ in range(num_choices)],
-                account,
-                first_index=index * num_choices,
-            )
-            for index, (account, generation) in enumerate(zip(exchange.accounts, exchange.generations, strict=True))
+            PromptAnswer(generation, self._new_outputs(request.options, prompt), account, prompt_index=index)
+            for index, (account, generation, prompt) in enumerate(served)
         ]
         source = AnswerSource(answers, exchange.news, deadline=exchange.deadline, settings=self._settings.answers)
         head = AnswerHead(
@@ -256,6 +251,12 @@ class Completions:
         if request.options.is_streaming:
             return await send_stream(source, exchange.writer, answer_format)
         return await send_whole(source, answer_format)
+
+    def _new_outputs(self, options: GenerationOptions, prompt: PreparedPrompt) -> list[ChoiceOutput]:
+        tokenizer = self._text.model_text.tokenizer
+        return [
+            new_output(tokenizer, options, is_continued=prompt.is_continued) for _ in range(options.num_choices)
+        ]
 
     def _close(self, account: RequestAccount, generation: Generation | None) -> None:
         """Stop what still runs for a prompt and close its account, once the engine has given its counts."""

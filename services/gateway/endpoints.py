@@ -13,8 +13,13 @@ from services.gateway.answer_format import AnswerFormat, AnswerHead
 from services.gateway.generation_options import GenerationOptions
 from services.gateway.openai_answers import ChatFormat
 from services.gateway.openai_schema import ModelFacts, ValidChatCompletion, parse_chat_completion
+from services.gateway.openai_text_answers import TextFormat
+from services.gateway.openai_text_schema import ValidTextCompletion, parse_text_completion
 from services.gateway.prompts import Prompt
 from services.gateway.text_preparation import PreparedPrompt
+
+# What OpenAI gives for a plain prompt where nothing is said.
+_TEXT_MAX_TOKENS: Final = 16
 
 
 class ValidRequest(Protocol):
@@ -48,7 +53,12 @@ class Endpoint(Generic[Request]):
 
 
 def _chat_format(request: ValidChatCompletion, head: AnswerHead, prompts: Sequence[PreparedPrompt]) -> AnswerFormat:
-    return ChatFormat(head, request.options, prompts[0], echoed_text=request.echoed_text)
+    return ChatFormat(head, request.options, prompts[0])
+
+
+def _text_format(request: ValidTextCompletion, head: AnswerHead, prompts: Sequence[PreparedPrompt]) -> AnswerFormat:
+    return TextFormat(head, request.options, prompts)
 
 
 CHAT: Final = Endpoint("chatcmpl-", None, parse_chat_completion, _chat_format)
+TEXT: Final = Endpoint("cmpl-", _TEXT_MAX_TOKENS, parse_text_completion, _text_format)

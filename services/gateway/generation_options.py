@@ -73,6 +73,8 @@ class GenerationOptions:
     includes_usage: bool
     has_continuous_usage: bool
     returns_token_ids: bool
+    # The answer begins with the prompt's text; in a conversation, with the assistant's last message.
+    echoes_prompt: bool
     # Recorded in the log only.
     user: str | None
     metadata: Mapping[str, str]
@@ -116,6 +118,7 @@ def parse_generation_options(
             stream_options, "continuous_usage_stats", default=False, path="stream_options."
         ),
         returns_token_ids=read_boolean(body, "return_token_ids", default=False),
+        echoes_prompt=read_boolean(body, "echo", default=False),
         user=_user(body),
         metadata=_metadata(body),
     )

@@ -19,15 +19,12 @@ from services.gateway.text_preparation import PreparedPrompt
 
 
 class ChatFormat:
-    """One answer to a conversation; ``echoed_text`` is what each choice begins with."""
+    """One answer to a conversation."""
 
-    def __init__(
-        self, head: AnswerHead, options: GenerationOptions, prompt: PreparedPrompt, *, echoed_text: str = ""
-    ) -> None:
+    def __init__(self, head: AnswerHead, options: GenerationOptions, prompt: PreparedPrompt) -> None:
         self._head = head
         self._options = options
         self._prompt = prompt
-        self._echoed_text = echoed_text
         self._usage = RunningUsage(len(prompt.token_ids), options)
         self._templates: dict[int, ChunkTemplate] = {}
 
@@ -80,7 +77,7 @@ class ChatFormat:
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         body: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": self._echoed_text + choice.text, "refusal": None},
+            "message": {"role": "assistant", "content": self._prompt.echoed_text + choice.text, "refusal": None},
             "logprobs": None,
             "finish_reason": _reason(choice.finish_reason),
         }
@@ -93,7 +90,7 @@ class ChatFormat:
         if self._options.returns_token_ids:
             first["prompt_token_ids"] = self._prompt.token_ids
         data = event(orjson.dumps(first))
-        return data + self._content(index, self._echoed_text, ())
+        return data + self._content(index, self._prompt.echoed_text, ())
 
     def _chunk(
         self, index: int, delta: dict[str, Any], reason: FinishReason | None, extra: dict[str, Any] | None = None

@@ -49,6 +49,7 @@ _SHARED_FIELDS: Final = frozenset(
         "metadata",
     }
 )
+TEXT_FIELDS: Final = _SHARED_FIELDS | {"prompt", "add_special_tokens"}
 CHAT_FIELDS: Final = _SHARED_FIELDS | {
     "messages",
     "max_completion_tokens",
@@ -152,6 +153,11 @@ _NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
 def check_chat_fields(body: Mapping[str, Any]) -> None:
     """Refuse fields of a chat completion request that nobody knows or that are not served."""
     _check(body, CHAT_FIELDS, _NEUTRAL_VALUES, path="")
+
+
+def check_text_fields(body: Mapping[str, Any]) -> None:
+    """The same for a (legacy) completion request."""
+    _check(body, TEXT_FIELDS, _NEUTRAL_VALUES, path="")
 
 
 def check_stream_options(options: Mapping[str, Any]) -> None:

@@ -43,8 +43,6 @@ class ValidChatCompletion:
 
     model: str
     prompt: ChatPrompt
-    # What the answer begins with; it is the end of the prompt.
-    echoed_text: str
     options: GenerationOptions
 
     @property
@@ -99,9 +97,7 @@ def parse_chat_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidCh
     options = parse_generation_options(
         body, vocab_size=model.vocab_size, max_output_tokens=_max_output_tokens(body)
     )
-    return ValidChatCompletion(
-        model=model_name, prompt=prompt, echoed_text=_echoed_text(body, prompt), options=options
-    )
+    return ValidChatCompletion(model=model_name, prompt=prompt, options=options)
 
 
 def read_model_name(body: Mapping[str, Any], model: ModelFacts) -> str:
@@ -137,12 +133,6 @@ def read_chat_prompt(body: Mapping[str, Any]) -> ChatPrompt:
             param="continue_final_message",
         )
     return ChatPrompt(messages, add_generation_prompt=adds, continue_final_message=continues)
-
-
-def _echoed_text(body: Mapping[str, Any], prompt: ChatPrompt) -> str:
-    """Return the assistant's last message where the answer is to begin with it; there may be none."""
-    last = prompt.messages[-1]
-    return last.content if read_boolean(body, "echo", default=False) and last.role == "assistant" else ""
 
 
 def _messages(body: Mapping[str, Any]) -> tuple[ChatMessage, ...]:

@@ -39,8 +39,10 @@ class ChoiceOutput(Protocol):
 class OutputText:
     """One choice's text."""
 
-    def __init__(self, tokenizer: Tokenizer, options: GenerationOptions) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, options.skips_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, options: GenerationOptions, *, is_continued: bool = False) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, options.skips_special_tokens, is_continued=is_continued
+        )
         self._includes_stop = options.includes_stop_string
         self._matcher: StopStringMatcher | None = None
         if options.stop_strings:
@@ -112,6 +114,8 @@ class NoOutput:
         return TextDelta("", (), FinishReason.LENGTH)
 
 
-def new_output(tokenizer: Tokenizer, options: GenerationOptions) -> ChoiceOutput:
-    """Return what takes a choice's tokens."""
-    return NoOutput() if options.max_output_tokens == 0 else OutputText(tokenizer, options)
+def new_output(tokenizer: Tokenizer, options: GenerationOptions, *, is_continued: bool) -> ChoiceOutput:
+    """Return what takes a choice's tokens; ``is_continued`` where they go on with the prompt's text."""
+    if options.max_output_tokens == 0:
+        return NoOutput()
+    return OutputText(tokenizer, options, is_continued=is_continued)

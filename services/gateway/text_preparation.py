@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from libs.errors import ContextLengthExceeded, InvalidRequest
 from libs.kv import HASH_ALGORITHM, HashContract, PrefixHash, SharedPrefix, prefix_hashes
-from libs.text import ModelText
+from libs.text import IncrementalDetokenizer, ModelText
 from services.gateway.generation_options import TRUNCATE_TO_FIT, GenerationOptions
 from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.shared_prefixes import SharedPrefixes
@@ -32,6 +32,10 @@ class PreparedPrompt:
     token_ids: list[int]
     prefix_hashes: list[PrefixHash]
     shared_prefix: SharedPrefix | None = None
+    # What the answer begins with where the client wants to see it.
+    echoed_text: str = ""
+    # Whether the answer goes on with a text, so that a space at its beginning counts.
+    is_continued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +72,11 @@ class TextPreparation:
 
         Raises:
             TemplateRefused: the model's template does not take these messages.
+            InvalidRequest: a prompt without any token.
         """
 
         def prepare() -> PreparedText:
-            limit = _prompt_limit(options, max_model_len)
-            prepared = [
-                self._hashed(self.token_ids_of(prompt)[-limit:], cache_salt, max_model_len) for prompt in prompts
-            ]
+            prepared = [self._prepare(prompt, options, cache_salt, max_model_len) for prompt in prompts]
             return PreparedText(prepared, self._bad_words(options.bad_words))
 
         return await self.run(prepare, num_characters=sum(prompt.num_characters for prompt in prompts))
@@ -106,12 +108,37 @@ class TextPreparation:
         for threads in (self._threads, self._long_text_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _hashed(self, token_ids: list[int], cache_salt: bytes, max_model_len: int) -> PreparedPrompt:
+    def _prepare(
+        self, prompt: Prompt, options: GenerationOptions, cache_salt: bytes, max_model_len: int
+    ) -> PreparedPrompt:
+        all_token_ids = self.token_ids_of(prompt)
+        if not all_token_ids:
+            raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt")
+        token_ids = all_token_ids[-_prompt_limit(options, max_model_len) :]
+        echoed_text = ""
+        if options.echoes_prompt:
+            echoed_text = self._shown_text(prompt, token_ids, options, is_cut=len(token_ids) < len(all_token_ids))
+        is_continued = not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
         if len(token_ids) >= max_model_len:
-            return PreparedPrompt(token_ids, [])
+            return PreparedPrompt(token_ids, [], None, echoed_text, is_continued)
         shared_prefix = self._shared_prefixes.find(token_ids)
         hashes = prefix_hashes(token_ids, self.hash_contract.block_size, cache_salt, shared_prefix)
-        return PreparedPrompt(token_ids, hashes, shared_prefix)
+        return PreparedPrompt(token_ids, hashes, shared_prefix, echoed_text, is_continued)
+
+    def _shown_text(
+        self, prompt: Prompt, token_ids: Sequence[int], options: GenerationOptions, *, is_cut: bool
+    ) -> str:
+        """Return the text of a prompt as it was given, or of its tokens where it was not or is cut."""
+        match prompt:
+            case ChatPrompt():
+                # An answer is the assistant's, so only the assistant's message can be its beginning.
+                last = prompt.messages[-1]
+                return last.content if last.role == "assistant" else ""
+            case TextPrompt() if not is_cut:
+                return prompt.text
+            case _:
+                detokenizer = IncrementalDetokenizer(self.model_text.tokenizer, options.skips_special_tokens)
+                return detokenizer.add(token_ids) + detokenizer.flush()
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return each word's tokens at the start of a text and after a space, which vocabularies tell apart."""

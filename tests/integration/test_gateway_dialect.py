@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -294,7 +295,212 @@ async def test_usage_can_be_told_all_along(stand: Stand) -> None:
     assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {events[-2]["usage"]["prompt_tokens"]}
 
 
+# --- Plain completions.
+
+
+async def complete(stand: Stand, prompt: Any, **fields: Any) -> tuple[int, Any, str]:
+    return await post(stand, "/v1/completions", prompt=prompt, **fields)
+
+
+async def complete_events(stand: Stand, prompt: Any, **fields: Any) -> list[Any]:
+    body = {"model": MODEL_NAME, "prompt": prompt, "stream": True} | fields
+    async with stand.gateway.http.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+        return events_of(await response.read())
+
+
+def texts_of(events: list[Any]) -> dict[int, tuple[str, str | None]]:
+    """The text and the reason of each choice of a stream."""
+    return {
+        index: ("".join(chunk["text"] for chunk in chunks), chunks[-1]["finish_reason"])
+        for index, chunks in choices_of(events).items()
+    }
+
+
+async def test_a_completion_has_openais_shape(stand: Stand) -> None:
+    status, body, request_id = await complete(stand, "One")
+
+    submit = stand.engine.submits[-1]
+    assert status == 200
+    assert body == {
+        "id": f"cmpl-{request_id}",
+        "object": "text_completion",
+        "created": body["created"],
+        "model": MODEL_NAME,
+        "choices": [{"text": "One two.", "index": 0, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {
+            "prompt_tokens": 1,
+            "completion_tokens": len(stand.encode("One two.")) + 1,
+            "total_tokens": len(stand.encode("One two.")) + 2,
+            "prompt_tokens_details": {"cached_tokens": 16},
+        },
+    }
+    assert list(submit.prompt_token_ids) == stand.encode("One")
+    # OpenAI's limit where a plain prompt comes without one.
+    assert submit.sampling_params.max_output_tokens == 16
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_several_prompts_have_their_choices_in_order_and_a_row_each(stand: Stand, is_streaming: bool) -> None:
+    prompts = ["One", "Two words", "Three words here"]
+    num_submits = len(stand.engine.submits)
+
+    if is_streaming:
+        events = await complete_events(stand, prompts, n=2, **WITH_USAGE)
+        texts, usage = texts_of(events), events[-2]["usage"]
+    else:
+        _, body, _ = await complete(stand, prompts, n=2)
+        texts = {choice["index"]: (choice["text"], choice["finish_reason"]) for choice in body["choices"]}
+        usage = body["usage"]
+
+    submits = stand.engine.submits[num_submits:]
+    rows = [await stand.telemetry.wait_for(submit.request_id) for submit in submits]
+    assert texts == {index: CHOICES[index % 2] for index in range(6)}
+    assert {tuple(submit.prompt_token_ids) for submit in submits} == {tuple(stand.encode(text)) for text in prompts}
+    assert len({submit.request_id for submit in submits}) == 3
+    assert len({submit.sampling_params.seed for submit in submits}) == 3
+    num_tokens = sum(len(stand.encode(text)) for text, _ in CHOICES[:2]) + 1
+    assert usage["prompt_tokens"] == sum(row.prompt_tokens for row in rows) == 1 + 2 + 3
+    assert usage["completion_tokens"] == sum(row.completion_tokens for row in rows) == 3 * num_tokens
+    assert usage["prompt_tokens_details"]["cached_tokens"] == sum(row.cached_tokens for row in rows) == 48
+    assert {row.endpoint for row in rows} == {"/v1/completions"}
+    assert {row.status for row in rows} == {telemetry_pb2.REQUEST_STATUS_LENGTH}
+
+
+async def test_token_ids_are_prompts(stand: Stand) -> None:
+    await complete(stand, [5, 6, 7])
+    one = [list(submit.prompt_token_ids) for submit in stand.engine.submits[-1:]]
+    await complete(stand, [[5, 6], [7]])
+    two = sorted(list(submit.prompt_token_ids) for submit in stand.engine.submits[-2:])
+
+    assert (one, two) == ([[5, 6, 7]], [[5, 6], [7]])
+
+
+@pytest.mark.parametrize("prompt", ["Count: 😀 one", [[40, 41, 42]]])
+async def test_an_echo_comes_before_the_answer_streamed_and_whole(stand: Stand, prompt: Any) -> None:
+    shown = (
+        prompt
+        if isinstance(prompt, str)
+        else b"".join(map(stand.model_text.tokenizer.token_bytes, prompt[0])).decode()
+    )
+
+    _, body, _ = await complete(stand, prompt, echo=True, n=2)
+    events = await complete_events(stand, prompt, echo=True, n=2)
+
+    expected = {index: (shown + text, reason) for index, (text, reason) in enumerate(CHOICES[:2])}
+    assert {c["index"]: (c["text"], c["finish_reason"]) for c in body["choices"]} == expected
+    assert texts_of(events) == expected
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_the_prompt_alone_costs_no_output(stand: Stand, is_streaming: bool) -> None:
+    if is_streaming:
+        events = await complete_events(stand, "One two", echo=True, max_tokens=0, **WITH_USAGE)
+        texts, usage = texts_of(events), events[-2]["usage"]
+    else:
+        _, body, _ = await complete(stand, "One two", echo=True, max_tokens=0)
+        texts = {choice["index"]: (choice["text"], choice["finish_reason"]) for choice in body["choices"]}
+        usage = body["usage"]
+    submit = stand.engine.submits[-1]
+    record = await stand.telemetry.wait_for(submit.request_id)
+
+    assert texts == {0: ("One two", "length")}
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, 2)
+    # An engine computes at least one token.
+    assert submit.sampling_params.max_output_tokens == 1
+    assert (record.completion_tokens, record.discarded_tokens) == (0, 1)
+    assert record.status == telemetry_pb2.REQUEST_STATUS_LENGTH
+
+
+async def test_a_prompt_that_cannot_be_served_refuses_all_of_them(stand: Stand) -> None:
+    num_submits = len(stand.engine.submits)
+
+    status, body, request_id = await complete(stand, ["One", "a " * 9000], stream=True)
+    record = await stand.telemetry.wait_for(request_id)
+
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert len(stand.engine.submits) == num_submits
+    other = await stand.telemetry.wait_for(str(uuid.uuid5(uuid.UUID(request_id), "prompt-1")))
+    assert record.status == other.status == telemetry_pb2.REQUEST_STATUS_REJECTED
+    assert (record.prompt_tokens, other.prompt_tokens) == (1, len(stand.encode("a " * 9000)))
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_a_prompt_that_fails_ends_the_others(stand: Stand, is_streaming: bool) -> None:
+    stand.engine.scripts.extend(
+        [
+            Script(token_ids=stand.encode("a b"), hangs=True),
+            Script(token_ids=[5], first_delay_seconds=0.2, error=InvalidLogits("NaN in the logits")),
+            Script(first_delay_seconds=60),
+        ]
+    )
+    num_submits = len(stand.engine.submits)
+    body = {"model": MODEL_NAME, "prompt": ["a", "b", "c"], "stream": is_streaming}
+
+    async with stand.gateway.http.post("/v1/completions", json=body) as response:
+        raw, status = await response.read(), response.status
+    submits = stand.engine.submits[num_submits:]
+    rows = [await stand.telemetry.wait_for(submit.request_id) for submit in submits]
+
+    assert len(rows) == 3
+    assert b"NaN in the logits" in raw
+    assert b"[DONE]" not in raw
+    assert status == (200 if is_streaming else 500)
+    assert {row.status for row in rows} == {telemetry_pb2.REQUEST_STATUS_ERROR}
+    assert not stand.engine.running_ids
+
+
+async def test_a_client_that_leaves_ends_all_prompts(stand: Stand) -> None:
+    stand.engine.default_script = Script(token_ids=stand.encode("a b"), hangs=True)
+    num_submits = len(stand.engine.submits)
+
+    leaving = asyncio.create_task(complete_events(stand, ["a", "b", "c"]))
+    await stand.engine.wait_until(lambda: len(stand.engine.submits) == num_submits + 3)
+    request_ids = [submit.request_id for submit in stand.engine.submits[num_submits:]]
+    await asyncio.sleep(0.1)
+    leaving.cancel()
+    await stand.engine.wait_until(lambda: set(request_ids) <= set(stand.engine.aborted_ids))
+    rows = [await stand.telemetry.wait_for(request_id) for request_id in request_ids]
+
+    assert {row.status for row in rows} == {telemetry_pb2.REQUEST_STATUS_ABORTED}
+    assert not stand.engine.running_ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt": ["x"] * 100_000}, "prompt", None),
+        ({"prompt": ""}, "prompt", None),
+        ({"prompt": [49152]}, "prompt", None),
+        ({"prompt": "x", "n": 100_000}, "n", None),
+        ({"prompt": "x", "best_of": 10**6}, "best_of", "unsupported_field"),
+        ({"prompt": "x", "suffix": "y"}, "suffix", "unsupported_field"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens", None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_a_wrong_completion_is_refused_by_name(
+    stand: Stand, fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    status, body, _ = await post(stand, "/v1/completions", **fields)
+
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
+
+
 # --- OpenAI's own client.
+
+
+async def test_the_openai_client_completes_plain_prompts(stand: Stand) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{stand.gateway.base_url}/v1", api_key="none", max_retries=0) as client:
+        whole = await client.completions.create(model=MODEL_NAME, prompt=["a", "b"], n=2)
+        pieces: dict[int, str] = {}
+        async for chunk in await client.completions.create(model=MODEL_NAME, prompt=["a", "b"], n=2, stream=True):
+            for choice in chunk.choices:
+                pieces[choice.index] = pieces.get(choice.index, "") + choice.text
+
+    texts = [CHOICES[index % 2][0] for index in range(4)]
+    assert [choice.text for choice in whole.choices] == texts
+    assert [pieces[index] for index in range(4)] == texts
 
 
 async def test_the_openai_client_takes_several_choices(stand: Stand) -> None:

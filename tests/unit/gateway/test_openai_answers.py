@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -21,7 +22,7 @@ WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage"
 
 
 def chat_format(echoed_text: str = "", **fields: Any) -> ChatFormat:
-    return ChatFormat(HEAD, options(**fields), PROMPT, echoed_text=echoed_text)
+    return ChatFormat(HEAD, options(**fields), replace(PROMPT, echoed_text=echoed_text))
 
 
 def delta(

@@ -48,7 +48,6 @@ def test_a_minimal_request_has_the_documented_defaults() -> None:
     assert request == ValidChatCompletion(
         model="tiny",
         prompt=ChatPrompt((ChatMessage("user", "Hi"),), add_generation_prompt=True, continue_final_message=False),
-        echoed_text="",
         options=GenerationOptions(
             num_choices=1,
             temperature=1.0,
@@ -75,6 +74,7 @@ def test_a_minimal_request_has_the_documented_defaults() -> None:
             includes_usage=False,
             has_continuous_usage=False,
             returns_token_ids=False,
+            echoes_prompt=False,
             user=None,
             metadata={},
         ),
@@ -346,10 +346,8 @@ def test_a_last_message_can_be_continued_and_echoed() -> None:
     continued = parse(messages=TURNS, continue_final_message=True)
 
     assert (continued.prompt.add_generation_prompt, continued.prompt.continue_final_message) == (False, True)
-    assert continued.echoed_text == ""
-    assert parse(messages=TURNS, continue_final_message=True, echo=True).echoed_text == "Sure: "
-    # An answer is the assistant's, so only the assistant's message can be its beginning.
-    assert parse(echo=True).echoed_text == ""
+    assert not continued.options.echoes_prompt
+    assert parse(messages=TURNS, continue_final_message=True, echo=True).options.echoes_prompt
     assert not parse(add_generation_prompt=False).prompt.add_generation_prompt
 
 

@@ -185,7 +185,7 @@ def test_special_tokens_within_the_text_are_shown_where_they_are_asked_for(model
 
 
 def test_without_any_output_wanted_nothing_is_shown_or_counted(model_text: ModelText) -> None:
-    output = new_output(model_text.tokenizer, options(max_tokens=0))
+    output = new_output(model_text.tokenizer, options(max_tokens=0), is_continued=False)
 
     delta = output.take([5], None)
 

@@ -10,9 +10,9 @@ import pytest
 
 from libs.errors import ContextLengthExceeded, InvalidRequest
 from libs.kv import prefix_hashes
-from libs.text import ModelText
+from libs.text import ChatMessage, ModelText
 from services.gateway.openai_schema import ModelFacts, ValidChatCompletion, parse_chat_completion
-from services.gateway.prompts import Prompt, TextPrompt, TokenPrompt
+from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import PreparedPrompt, TextPreparation, fit_output
 from tests.unit.gateway.conftest import options
@@ -160,6 +160,31 @@ async def test_the_end_of_a_prompt_is_kept(text: TextPreparation) -> None:
     assert await token_ids_of(text, prompt, 16, truncate_prompt_tokens=-1) == list(range(15, 30))
     # A limit beyond the context leaves one token, which is then refused with both numbers.
     assert await token_ids_of(text, prompt, 16, truncate_prompt_tokens=-1, max_tokens=99) == [29]
+
+
+async def test_a_prompt_without_tokens_is_refused(text: TextPreparation) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await token_ids_of(text, TextPrompt(""))
+
+    assert caught.value.param == "prompt"
+
+
+async def test_an_echo_is_the_text_as_given_or_that_of_the_tokens(
+    text: TextPreparation, model_text: ModelText
+) -> None:
+    async def echo(prompt: Prompt, **fields: Any) -> str:
+        prepared = await text.prepare([prompt], options(echo=True, **fields), cache_salt=b"", max_model_len=64)
+        return prepared.prompts[0].echoed_text
+
+    ids = tuple(model_text.tokenizer.encode("One two 😀", allow_special=False))
+    turn = ChatPrompt((ChatMessage("user", "a"), ChatMessage("assistant", "Sure: ")), continue_final_message=True)
+    assert await echo(TextPrompt("<|im_start|>One")) == "<|im_start|>One"
+    assert await echo(TokenPrompt(ids)) == "One two 😀"
+    assert await echo(TextPrompt("One two"), truncate_prompt_tokens=1) == " two"
+    assert await echo(TokenPrompt((1, *ids))) == "One two 😀"
+    assert await echo(TokenPrompt((1, *ids)), skip_special_tokens=False) == "<|im_start|>One two 😀"
+    assert await echo(turn) == "Sure: "
+    assert await echo(ChatPrompt((ChatMessage("user", "a"),))) == ""
 
 
 async def test_bad_words_are_spelled_with_and_without_a_space(text: TextPreparation, model_text: ModelText) -> None:
