@@ -35,6 +35,13 @@ class ModelFacts:
 
     name: str
     vocab_size: int
+    # Other names by which clients may ask for it.
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Every name under which the model is served, its own first."""
+        return (self.name, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +117,8 @@ def read_model_name(body: Mapping[str, Any], model: ModelFacts) -> str:
 
 
 def check_model_name(name: str, model: ModelFacts) -> None:
-    """Refuse any name but the served model's."""
-    if name != model.name:
+    """Refuse any name but those of the served model."""
+    if name not in model.all_names:
         raise ModelNotFound(
             f"The model {shown_name(name)!r} does not exist or you do not have access to it.", param="model"
         )

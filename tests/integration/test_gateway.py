@@ -650,7 +650,13 @@ async def strict_stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 KEY_ONE = {"Authorization": "Bearer sk-one"}
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/models/x", "/nowhere"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
+        *("/v1/models", "/v1/models/x", "/nowhere"),
+    ],
+)
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer sk-wrong"}])
 async def test_without_a_key_every_route_but_the_probes_is_closed(
     strict_stand: Stand, path: str, headers: dict[str, str]

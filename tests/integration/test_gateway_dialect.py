@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from yarl import URL
 
 from libs.errors import InvalidLogits, WorkerLost
 from libs.protogen.telemetry.v1 import telemetry_pb2
@@ -20,13 +21,14 @@ from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 EOS = 2
+ALIASES = ["meta-llama/Llama-3-70b-instruct", "gpt-4o"]
 TURNS = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Sure: "}]
 WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand]:
-    async with open_stand(tmp_path_factory.mktemp("dialect")) as stand:
+    async with open_stand(tmp_path_factory.mktemp("dialect"), "--model-aliases", ",".join(ALIASES)) as stand:
         yield stand
 
 
@@ -485,6 +487,99 @@ async def test_a_wrong_completion_is_refused_by_name(
     status, body, _ = await post(stand, "/v1/completions", **fields)
 
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
+
+
+# --- Tokens and models.
+
+
+async def test_a_conversation_has_the_tokens_that_its_answer_is_made_from(stand: Stand) -> None:
+    _, body, _ = await chat(stand, messages=TURNS, continue_final_message=True)
+
+    status, tokens, _ = await post(stand, "/tokenize", messages=TURNS, continue_final_message=True)
+    _, whole, _ = await post(stand, "/tokenize", messages=TURNS)
+    _, closed, _ = await post(stand, "/tokenize", messages=TURNS, add_generation_prompt=False)
+
+    assert status == 200
+    assert tokens == {
+        "count": body["usage"]["prompt_tokens"],
+        "max_model_len": 8192,
+        "tokens": list(stand.engine.submits[-1].prompt_token_ids),
+        "token_strs": None,
+    }
+    assert tokens["count"] < closed["count"] < whole["count"]
+
+
+async def test_plain_text_goes_to_tokens_and_back(stand: Stand) -> None:
+    text = "One 😀\n<|im_start|>two"
+
+    _, tokens, _ = await post(stand, "/tokenize", prompt=text, return_token_strs=True, model=None)
+    _, back, _ = await post(stand, "/detokenize", tokens=tokens["tokens"])
+    _, empty, _ = await post(stand, "/tokenize", prompt="", add_special_tokens=False)
+    _, nothing, _ = await post(stand, "/detokenize", tokens=[])
+
+    assert back == {"prompt": text}
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert "<|im_start|>" in tokens["token_strs"]
+    assert (empty["count"], empty["tokens"], nothing["prompt"]) == (0, [], "")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": TURNS}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": 1}, 400, "return_token_strs"),
+        ("/tokenize", {"prompt": "x", "temperature": 1}, 400, "temperature"),
+        ("/tokenize", {"messages": TURNS, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
+        ("/tokenize", {"prompt": "x", "model": "nope"}, 404, "model"),
+        ("/tokenize", {"prompt": "x", "model": 5}, 400, "model"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": "x"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [49152]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [True]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5], "model": "../../etc/passwd"}, 404, "model"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_wrong_tools_requests_are_refused_by_name(
+    stand: Stand, path: str, fields: dict[str, Any], status: int, param: str
+) -> None:
+    found, body, _ = await post(stand, path, **fields)
+
+    assert (found, body["error"]["param"]) == (status, param)
+
+
+async def test_a_model_has_further_names(stand: Stand) -> None:
+    names = [MODEL_NAME, *ALIASES]
+
+    async with stand.gateway.http.get("/v1/models") as response:
+        listed = (await response.json())["data"]
+    found = []
+    for path in (*names, "meta-llama%2FLlama-3-70b-instruct"):
+        async with stand.gateway.http.get(
+            URL(f"{stand.gateway.base_url}/v1/models/{path}", encoded=True)
+        ) as response:
+            found.append(await response.json())
+
+    assert [model["id"] for model in listed] == names
+    assert {model["root"] for model in listed} == {MODEL_NAME}
+    assert found == [*listed, listed[1]]
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+async def test_an_alias_is_the_model_everywhere(stand: Stand, alias: str) -> None:
+    _, body, request_id = await chat(stand, model=alias)
+    record = await stand.telemetry.wait_for(request_id)
+    _, text, _ = await complete(stand, "x", model=alias)
+    status, _, _ = await post(stand, "/tokenize", prompt="x", model=alias)
+    _, refused, _ = await chat(stand, model=alias + "x")
+
+    # Clients compare the answer's model with what they asked for; accounts add up by the model's own name.
+    assert body["model"] == text["model"] == alias
+    assert record.model_name == stand.router.enqueues[-1].model_name == MODEL_NAME
+    assert (status, refused["error"]["code"]) == (200, "model_not_found")
 
 
 # --- OpenAI's own client.
