@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.gateway.generation import FinishReason
+from services.gateway.generation import FinishReason, TokenLogprob
 from services.gateway.output_text import TextDelta
 
 
@@ -48,6 +48,9 @@ class ChoiceDelta:
 
     choice_index: int
     content: TextDelta
+    # Of the content's tokens, and with a choice's first delta of the prompt's; only where they are wanted.
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(slots=True)
@@ -57,12 +60,19 @@ class WholeChoice:
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    def add(self, delta: TextDelta) -> None:
+    def add(self, delta: ChoiceDelta) -> None:
         """Take the next delta."""
-        self.pieces.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.finish_reason = delta.finish_reason
+        content = delta.content
+        self.pieces.append(content.text)
+        self.token_ids += content.token_ids
+        self.finish_reason = content.finish_reason
+        self.logprobs += delta.logprobs
+        self.text_offsets += content.text_offsets
+        self.prompt_logprobs += delta.prompt_logprobs
 
     @property
     def text(self) -> str:

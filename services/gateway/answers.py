@@ -16,7 +16,7 @@ from aiohttp import web
 from services.gateway.accounting import RequestAccount
 from services.gateway.answer_format import AnswerFormat, ChoiceDelta, UsageCounts, WholeChoice
 from services.gateway.failover import Generation, deadline_exceeded
-from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed
+from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
 from services.gateway.output_text import ChoiceOutput
 from services.gateway.sse import SseWriter
 
@@ -39,6 +39,7 @@ class PromptAnswer:
         self._outputs = outputs
         self._account = account
         self._first_index = prompt_index * len(outputs)
+        self._begun: set[int] = set()
         self._reasons: dict[int, FinishReason] = {}
         self.failure: Exception | None = None
 
@@ -88,7 +89,16 @@ class PromptAnswer:
             self._reasons[index] = content.finish_reason
             if not self.is_over:
                 self.generation.stop_choice(index)
-        return ChoiceDelta(self._first_index + index, content)
+        # What was sampled beyond a stop string is surplus, like its tokens.
+        logprobs = step.logprobs[: len(content.token_ids)]
+        return ChoiceDelta(self._first_index + index, content, logprobs, self._prompt_logprobs_for(index))
+
+    def _prompt_logprobs_for(self, index: int) -> Sequence[TokenLogprob]:
+        """Return those of the prompt with the first delta of each choice."""
+        if index in self._begun:
+            return ()
+        self._begun.add(index)
+        return self.generation.prompt_logprobs
 
 
 class AnswerSource:
@@ -186,7 +196,7 @@ async def send_whole(source: AnswerSource, answer_format: AnswerFormat) -> web.R
     async with source.started():
         while not source.is_over:
             for delta in await source.next_deltas() or ():
-                choices[delta.choice_index].add(delta.content)
+                choices[delta.choice_index].add(delta)
     counts = await source.usage()
     source.finish()
     return web.Response(body=answer_format.body(choices, counts), content_type="application/json")

@@ -227,6 +227,8 @@ class Completions:
             logit_bias=options.logit_bias,
             allowed_token_ids=options.allowed_token_ids,
             bad_words=bad_words,
+            num_logprobs=options.num_logprobs if options.max_output_tokens != 0 else None,
+            num_prompt_logprobs=options.num_measured_prompt_logprobs,
         )
 
     async def _answer(
@@ -247,7 +249,7 @@ class Completions:
             created=int(exchange.accounts[0].accepted_time),
             model=request.model,
         )
-        answer_format = endpoint.new_format(request, head, prompts)
+        answer_format = endpoint.new_format(request, head, prompts, self._text.model_text.tokenizer)
         if request.options.is_streaming:
             return await send_stream(source, exchange.writer, answer_format)
         return await send_whole(source, answer_format)

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from libs.text import Tokenizer
 from services.gateway.answer_format import AnswerFormat, AnswerHead
 from services.gateway.generation_options import GenerationOptions
+from services.gateway.logprob_shapes import LogprobShapes
 from services.gateway.openai_answers import ChatFormat
 from services.gateway.openai_schema import ModelFacts, ValidChatCompletion, parse_chat_completion
 from services.gateway.openai_text_answers import TextFormat
@@ -49,15 +51,19 @@ class Endpoint(Generic[Request]):
     # The output limit of requests that name none; None leaves it to the operator.
     default_max_tokens: int | None
     parse: Callable[[Mapping[str, Any], ModelFacts], Request]
-    new_format: Callable[[Request, AnswerHead, Sequence[PreparedPrompt]], AnswerFormat]
+    new_format: Callable[[Request, AnswerHead, Sequence[PreparedPrompt], Tokenizer], AnswerFormat]
 
 
-def _chat_format(request: ValidChatCompletion, head: AnswerHead, prompts: Sequence[PreparedPrompt]) -> AnswerFormat:
-    return ChatFormat(head, request.options, prompts[0])
+def _chat_format(
+    request: ValidChatCompletion, head: AnswerHead, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
+) -> AnswerFormat:
+    return ChatFormat(head, request.options, prompts[0], LogprobShapes(tokenizer))
 
 
-def _text_format(request: ValidTextCompletion, head: AnswerHead, prompts: Sequence[PreparedPrompt]) -> AnswerFormat:
-    return TextFormat(head, request.options, prompts)
+def _text_format(
+    request: ValidTextCompletion, head: AnswerHead, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
+) -> AnswerFormat:
+    return TextFormat(head, request.options, prompts, LogprobShapes(tokenizer))
 
 
 CHAT: Final = Endpoint("chatcmpl-", None, parse_chat_completion, _chat_format)

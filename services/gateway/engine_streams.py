@@ -24,6 +24,7 @@ from services.gateway.generation import (
     GenerationFinished,
     StepEvents,
     Submission,
+    TokenLogprob,
 )
 
 log = get_logger("engine_streams")
@@ -34,6 +35,7 @@ class _Choice:
     """One choice as it has come so far."""
 
     pending_token_ids: list[int] = field(default_factory=list)
+    pending_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_received_tokens: int = 0
     end: GenerationEnd | None = None
     handle: int | None = None
@@ -62,6 +64,8 @@ class EngineRequest:
     ) -> None:
         self.request_id = request_id
         self._choices = [_Choice() for _ in range(num_choices)]
+        # Of the prompt's tokens after the first, where they are wanted; whole as soon as a first token has come.
+        self.prompt_logprobs: list[TokenLogprob] = []
         self._news = news
         self._on_abort = on_abort
         self._accepted = asyncio.Event()
@@ -135,13 +139,20 @@ class EngineRequest:
             choice.handle = handle
         self._accepted.set()
 
-    def on_step(self, choice_index: int, token_ids: list[int], end: GenerationEnd | None) -> None:
+    def on_step(
+        self,
+        choice_index: int,
+        token_ids: list[int],
+        end: GenerationEnd | None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
         """Tokens of a choice or its end came; called by its stream."""
         choice = self._choices[choice_index]
         if choice.end is not None:
             return
         choice.num_received_tokens += len(token_ids)
         choice.pending_token_ids += token_ids
+        choice.pending_logprobs += logprobs
         if end is not None:
             choice.end = _checked(end, is_aborted=choice.is_aborted)
             if all(choice.end is not None for choice in self._choices):
@@ -157,8 +168,9 @@ class EngineRequest:
 
     def _taken(self, index: int, choice: _Choice) -> ChoiceStep:
         token_ids, choice.pending_token_ids = choice.pending_token_ids, []
+        logprobs, choice.pending_logprobs = choice.pending_logprobs, []
         choice.is_end_taken = choice.end is not None
-        return ChoiceStep(index, token_ids, choice.end)
+        return ChoiceStep(index, token_ids, choice.end, logprobs)
 
 
 def _checked(end: GenerationEnd, *, is_aborted: bool) -> GenerationEnd:
@@ -310,20 +322,29 @@ class _EngineStream:
     def _dispatch(self, events: StepEvents) -> None:
         for request_id, handles in events.started:
             self._start(request_id, handles)
+        for handle, entries in events.prompt_logprobs.items():
+            if handle in self._by_handle:
+                self._by_handle[handle][0].prompt_logprobs += entries
         ends = dict(events.ends)
         offset = 0
         for handle, count in zip(events.handles, events.num_tokens, strict=True):
             token_ids = events.token_ids[offset : offset + count]
             offset += count
-            self._tell(handle, token_ids, ends.pop(handle, None))
+            self._tell(handle, token_ids, ends.pop(handle, None), events.output_logprobs.get(handle, ()))
         for handle, end in ends.items():
             self._tell(handle, [], end)
 
-    def _tell(self, handle: int, token_ids: list[int], end: GenerationEnd | None) -> None:
+    def _tell(
+        self,
+        handle: int,
+        token_ids: list[int],
+        end: GenerationEnd | None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
         request, choice_index = self._by_handle.get(handle, (None, 0))
         if request is None:
             return
-        request.on_step(choice_index, token_ids, end)
+        request.on_step(choice_index, token_ids, end, logprobs)
         if end is not None:
             del self._by_handle[handle]
             if request.has_ended:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from libs.errors import (
 )
 from libs.obs import get_logger
 from services.gateway.engine_streams import EngineRequest, EngineStreams
-from services.gateway.generation import ChoiceStep, EngineUsage, Submission
+from services.gateway.generation import ChoiceStep, EngineUsage, Submission, TokenLogprob
 from services.gateway.peers import PlacementAsk
 from services.gateway.placement import Place, Placements
 
@@ -98,6 +98,11 @@ class Generation:
     def has_ended(self) -> bool:
         """Whether nothing runs on an engine: the request ended there or never came to one."""
         return self._request is None or self._request.has_ended
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob]:
+        """Those of the prompt's tokens after the first, where wanted; all are there with the first output token."""
+        return () if self._request is None else self._request.prompt_logprobs
 
     @property
     def num_received_tokens(self) -> int:

@@ -44,6 +44,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    # Alternatives to report beside each token's own log-probability; None reports nothing.
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,20 +105,40 @@ GenerationEnd: TypeAlias = GenerationFinished | GenerationFailed
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability and rank, and those of the likeliest tokens in its place, the likeliest first.
+
+    Natural, of the model's distribution as it was before any parameter. ``alternatives`` are pairs of token id and
+    log-probability.
+    """
+
+    logprob: float
+    rank: int
+    alternatives: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceStep:
     """Tokens of one choice of a request since the last look, and its end if it came with them."""
 
     choice_index: int
     token_ids: list[int]
     end: GenerationEnd | None
+    # One for each token where they are wanted.
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """Everything that one engine step did for this gateway; ``token_ids`` lie one handle after the other."""
+    """Everything that one engine step did for this gateway; ``token_ids`` lie one handle after the other.
+
+    Log-probabilities are there for the handles that want them: of the step's tokens, and of the next prompt tokens.
+    """
 
     started: list[tuple[str, list[int]]]
     handles: list[int]
     num_tokens: list[int]
     token_ids: list[int]
     ends: list[tuple[int, GenerationEnd]]
+    output_logprobs: Mapping[int, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, list[TokenLogprob]] = field(default_factory=dict)

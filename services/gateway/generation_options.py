@@ -23,6 +23,7 @@ MAX_LOGIT_BIAS: Final = 100.0
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_BAD_WORDS: Final = 64
 MAX_BAD_WORD_CHARACTERS: Final = 256
+MAX_LOGPROBS: Final = 20
 MAX_PENALTY: Final = 2.0
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 10.0
@@ -73,17 +74,33 @@ class GenerationOptions:
     includes_usage: bool
     has_continuous_usage: bool
     returns_token_ids: bool
+    # Alternatives to show beside each token's own log-probability: in the answer, and of the prompt in a field of
+    # its own or where it is echoed. None shows nothing.
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    num_echoed_logprobs: int | None
     # The answer begins with the prompt's text; in a conversation, with the assistant's last message.
     echoes_prompt: bool
     # Recorded in the log only.
     user: str | None
     metadata: Mapping[str, str]
 
+    @property
+    def num_measured_prompt_logprobs(self) -> int | None:
+        """Alternatives of prompt tokens that an engine must report."""
+        wanted = [count for count in (self.num_prompt_logprobs, self.num_echoed_logprobs) if count is not None]
+        return max(wanted, default=None)
+
 
 def parse_generation_options(
-    body: Mapping[str, Any], *, vocab_size: int, max_output_tokens: int | None
+    body: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    max_output_tokens: int | None,
+    num_logprobs: int | None = None,
+    num_echoed_logprobs: int | None = None,
 ) -> GenerationOptions:
-    """Check the fields and return their values; the output's limit goes by another name at each endpoint.
+    """Check the fields and return their values, with those that go by another name or type at each endpoint.
 
     Raises:
         InvalidRequest: a value that cannot be served; names the field.
@@ -118,6 +135,9 @@ def parse_generation_options(
             stream_options, "continuous_usage_stats", default=False, path="stream_options."
         ),
         returns_token_ids=read_boolean(body, "return_token_ids", default=False),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=_num_prompt_logprobs(body, is_streaming=is_streaming),
+        num_echoed_logprobs=num_echoed_logprobs,
         echoes_prompt=read_boolean(body, "echo", default=False),
         user=_user(body),
         metadata=_metadata(body),
@@ -127,6 +147,18 @@ def parse_generation_options(
 def read_max_tokens(body: Mapping[str, Any], name: str, *, low: int = 1) -> int | None:
     """Return an output limit in tokens that goes by ``name``."""
     return read_integer(body, name, low=low, high=_MAX_TOKENS_BOUND)
+
+
+def read_num_logprobs(body: Mapping[str, Any], name: str) -> int | None:
+    """Return how many alternatives are wanted beside each token."""
+    return read_integer(body, name, low=0, high=MAX_LOGPROBS)
+
+
+def _num_prompt_logprobs(body: Mapping[str, Any], *, is_streaming: bool) -> int | None:
+    count = read_num_logprobs(body, "prompt_logprobs")
+    if count is not None and is_streaming:
+        raise InvalidRequest("'prompt_logprobs' is not available with 'stream': true.", param="prompt_logprobs")
+    return count
 
 
 def _num_choices(body: Mapping[str, Any]) -> int:

@@ -12,8 +12,9 @@ import orjson
 
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
 from services.gateway.chunks import ChunkTemplate, RunningUsage
-from services.gateway.generation import FinishReason
+from services.gateway.generation import FinishReason, TokenLogprob
 from services.gateway.generation_options import GenerationOptions
+from services.gateway.logprob_shapes import LogprobShapes
 from services.gateway.sse import event
 from services.gateway.text_preparation import PreparedPrompt
 
@@ -21,10 +22,13 @@ from services.gateway.text_preparation import PreparedPrompt
 class ChatFormat:
     """One answer to a conversation."""
 
-    def __init__(self, head: AnswerHead, options: GenerationOptions, prompt: PreparedPrompt) -> None:
+    def __init__(
+        self, head: AnswerHead, options: GenerationOptions, prompt: PreparedPrompt, shapes: LogprobShapes
+    ) -> None:
         self._head = head
         self._options = options
         self._prompt = prompt
+        self._shapes = shapes
         self._usage = RunningUsage(len(prompt.token_ids), options)
         self._templates: dict[int, ChunkTemplate] = {}
 
@@ -40,7 +44,10 @@ class ChatFormat:
         if index not in self._templates:
             data += self._begin(index)
         self._usage.add(len(content.token_ids))
-        data += self._content(index, content.text, content.token_ids)
+        if content.token_ids and (self._options.returns_token_ids or self._options.num_logprobs is not None):
+            data += self._content_with_tokens(delta)
+        else:
+            data += self._content(index, content.text)
         if content.finish_reason is not None:
             data += event(orjson.dumps(self._chunk(index, {}, content.finish_reason)))
         return data
@@ -61,24 +68,38 @@ class ChatFormat:
         }
         if self._options.returns_token_ids:
             body["prompt_token_ids"] = self._prompt.token_ids
+        if self._options.num_prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._shapes.prompt_field(
+                self._prompt.token_ids, choices[0].prompt_logprobs, self._options.num_prompt_logprobs
+            )
         return orjson.dumps(body)
 
-    def _content(self, index: int, text: str, token_ids: Sequence[int]) -> bytes:
-        """Return the event for text, or for tokens that are no text yet but are asked for; nothing for none."""
-        if self._options.returns_token_ids and token_ids:
-            extra = {"token_ids": list(token_ids)}
-            return event(orjson.dumps(self._chunk(index, {"content": text}, None, extra)))
+    def _content(self, index: int, text: str) -> bytes:
+        """Return the event for text; nothing for none."""
         if not text:
             return b""
         if self._usage.is_constant:
             return self._templates[index].event_of(text)
         return event(orjson.dumps(self._chunk(index, {"content": text}, None)))
 
+    def _content_with_tokens(self, delta: ChoiceDelta) -> bytes:
+        """Return the event for tokens of which more is wanted than their text; they may have none yet."""
+        token_ids = delta.content.token_ids
+        more: dict[str, Any] = {"logprobs": self._logprobs(token_ids, delta.logprobs)}
+        if self._options.returns_token_ids:
+            more["token_ids"] = list(token_ids)
+        return event(orjson.dumps(self._chunk(delta.choice_index, {"content": delta.content.text}, None, more)))
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self._options.num_logprobs is None:
+            return None
+        return {"content": self._shapes.chat_content(token_ids, logprobs), "refusal": None}
+
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         body: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": self._prompt.echoed_text + choice.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
             "finish_reason": _reason(choice.finish_reason),
         }
         return body | {"token_ids": choice.token_ids} if self._options.returns_token_ids else body
@@ -90,13 +111,13 @@ class ChatFormat:
         if self._options.returns_token_ids:
             first["prompt_token_ids"] = self._prompt.token_ids
         data = event(orjson.dumps(first))
-        return data + self._content(index, self._prompt.echoed_text, ())
+        return data + self._content(index, self._prompt.echoed_text)
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], reason: FinishReason | None, extra: dict[str, Any] | None = None
+        self, index: int, delta: dict[str, Any], reason: FinishReason | None, more: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": _reason(reason)}
-        return self._frame([choice | (extra or {})])
+        return self._frame([choice | (more or {})])
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

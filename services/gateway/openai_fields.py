@@ -43,6 +43,8 @@ _SHARED_FIELDS: Final = frozenset(
         "stream",
         "stream_options",
         "return_token_ids",
+        "logprobs",
+        "prompt_logprobs",
         # Recorded in the log event of the request, like the two after them; they do not change the answer.
         "user",
         "safety_identifier",
@@ -53,6 +55,7 @@ TEXT_FIELDS: Final = _SHARED_FIELDS | {"prompt", "add_special_tokens"}
 CHAT_FIELDS: Final = _SHARED_FIELDS | {
     "messages",
     "max_completion_tokens",
+    "top_logprobs",
     "add_generation_prompt",
     "continue_final_message",
 }
@@ -83,7 +86,6 @@ _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "audio": _null,
     "function_call": _one_of("none"),
     "functions": _empty,
-    "logprobs": _OFF,
     "modalities": _one_of(["text"]),
     "moderation": _null,
     "parallel_tool_calls": _one_of(True, False),
@@ -120,7 +122,6 @@ _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "lora": _null,
     "media_io_kwargs": _empty,
     "mm_processor_kwargs": _empty,
-    "prompt_logprobs": _null,
     "repetition_detection": _null,
     "request_id": _null,
     "return_tokens_as_token_ids": _OFF,

@@ -15,7 +15,12 @@ import orjson
 
 from libs.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from libs.text import ChatMessage
-from services.gateway.generation_options import GenerationOptions, parse_generation_options, read_max_tokens
+from services.gateway.generation_options import (
+    GenerationOptions,
+    parse_generation_options,
+    read_max_tokens,
+    read_num_logprobs,
+)
 from services.gateway.openai_fields import check_chat_fields, check_content_part_fields, check_message_fields
 from services.gateway.openai_values import read_boolean
 from services.gateway.prompts import ChatPrompt
@@ -102,7 +107,10 @@ def parse_chat_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidCh
     model_name = read_model_name(body, model)
     prompt = read_chat_prompt(body)
     options = parse_generation_options(
-        body, vocab_size=model.vocab_size, max_output_tokens=_max_output_tokens(body)
+        body,
+        vocab_size=model.vocab_size,
+        max_output_tokens=_max_output_tokens(body),
+        num_logprobs=_num_logprobs(body),
     )
     return ValidChatCompletion(model=model_name, prompt=prompt, options=options)
 
@@ -190,6 +198,14 @@ def _text_of_part(part: Any, path: str) -> str:
     if not isinstance(text, str):
         raise InvalidRequest(f"'{path}.text' must be a string.", param=f"{path}.text")
     return text
+
+
+def _num_logprobs(body: Mapping[str, Any]) -> int | None:
+    is_wanted = read_boolean(body, "logprobs", default=False)
+    count = read_num_logprobs(body, "top_logprobs") or 0
+    if count and not is_wanted:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+    return count if is_wanted else None
 
 
 def _max_output_tokens(body: Mapping[str, Any]) -> int | None:

@@ -11,7 +11,12 @@ from typing import Any, Final
 
 from libs.errors import InvalidRequest
 from services.gateway.generation import MAX_CHOICES
-from services.gateway.generation_options import GenerationOptions, parse_generation_options, read_max_tokens
+from services.gateway.generation_options import (
+    GenerationOptions,
+    parse_generation_options,
+    read_max_tokens,
+    read_num_logprobs,
+)
 from services.gateway.openai_fields import check_text_fields
 from services.gateway.openai_schema import ModelFacts, read_model_name
 from services.gateway.openai_values import are_token_ids, read_boolean
@@ -40,11 +45,17 @@ def parse_text_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidTe
     check_text_fields(body)
     model_name = read_model_name(body, model)
     prompts = _prompts(body, model.vocab_size)
+    num_logprobs = read_num_logprobs(body, "logprobs")
     options = parse_generation_options(
-        body, vocab_size=model.vocab_size, max_output_tokens=read_max_tokens(body, "max_tokens", low=0)
+        body,
+        vocab_size=model.vocab_size,
+        max_output_tokens=read_max_tokens(body, "max_tokens", low=0),
+        num_logprobs=num_logprobs,
+        num_echoed_logprobs=num_logprobs if read_boolean(body, "echo", default=False) else None,
     )
-    if options.max_output_tokens == 0 and not options.echoes_prompt:
-        raise InvalidRequest("'max_tokens' can be 0 only with 'echo': true.", param="max_tokens")
+    shows_prompt = options.echoes_prompt or options.num_prompt_logprobs is not None
+    if options.max_output_tokens == 0 and not shows_prompt:
+        raise InvalidRequest("'max_tokens' can be 0 only with 'echo' or 'prompt_logprobs'.", param="max_tokens")
     if len(prompts) * options.num_choices > MAX_CHOICES:
         raise InvalidRequest(
             f"{len(prompts)} prompts with {options.num_choices} choices each are more than {MAX_CHOICES} choices.",

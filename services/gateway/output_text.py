@@ -23,6 +23,8 @@ class TextDelta:
     text: str
     token_ids: Sequence[int]
     finish_reason: FinishReason | None
+    # For each token, how much text was certain before it; only where log-probabilities are wanted.
+    text_offsets: Sequence[int] = ()
 
 
 class ChoiceOutput(Protocol):
@@ -49,6 +51,9 @@ class OutputText:
             self._matcher = StopStringMatcher(options.stop_strings, include_stop_str=self._includes_stop)
         self._min_output_tokens = options.min_output_tokens
         self._num_tokens = 0
+        self._num_characters = 0
+        # Where nothing depends on single tokens, all of a step are decoded at once.
+        self._is_token_by_token = self._matcher is not None or options.num_logprobs is not None
 
     @property
     def num_tokens(self) -> int:
@@ -58,23 +63,31 @@ class OutputText:
     def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
         """Take the next tokens; what comes after a stop string is surplus and not counted."""
         shown = self._shown(token_ids, end)
-        if self._matcher is None:
-            text = self._detokenizer.add(shown)
-        else:
-            pieces: list[str] = []
-            for index, token_id in enumerate(shown):
-                self._num_tokens += 1
-                piece, is_stopped = self._match(self._detokenizer.add([token_id]))
-                pieces.append(piece)
-                if is_stopped:
-                    return TextDelta("".join(pieces), token_ids[: index + 1], FinishReason.STOP)
-            self._num_tokens -= len(shown)
-            text = "".join(pieces)
-        self._num_tokens += len(token_ids)
+        if not self._is_token_by_token:
+            self._num_tokens += len(token_ids)
+            return self._delta(self._detokenizer.add(shown), token_ids, (), end)
+        pieces: list[str] = []
+        offsets: list[int] = []
+        for index, token_id in enumerate(shown):
+            self._num_tokens += 1
+            offsets.append(self._num_characters)
+            text = self._detokenizer.add([token_id])
+            self._num_characters += len(text)
+            piece, is_stopped = self._match(text)
+            pieces.append(piece)
+            if is_stopped:
+                return TextDelta("".join(pieces), token_ids[: index + 1], FinishReason.STOP, offsets)
+        offsets += [self._num_characters] * (len(token_ids) - len(shown))
+        self._num_tokens += len(token_ids) - len(shown)
+        return self._delta("".join(pieces), token_ids, offsets, end)
+
+    def _delta(
+        self, text: str, token_ids: Sequence[int], offsets: Sequence[int], end: GenerationFinished | None
+    ) -> TextDelta:
         if end is None:
-            return TextDelta(text, token_ids, None)
+            return TextDelta(text, token_ids, None, offsets)
         text, reason = self._last(text, end.reason)
-        return TextDelta(text, token_ids, reason)
+        return TextDelta(text, token_ids, reason, offsets)
 
     def _shown(self, token_ids: Sequence[int], end: GenerationFinished | None) -> Sequence[int]:
         """Leave out the token that ended the output: it is a mark for the engine, not text, unless it is wanted."""
@@ -84,9 +97,8 @@ class OutputText:
         return token_ids
 
     def _match(self, text: str) -> tuple[str, bool]:
-        assert self._matcher is not None
-        if self._num_tokens < self._min_output_tokens:
-            # Too early to stop: this text is shown and no part of a stop string.
+        if self._matcher is None or self._num_tokens < self._min_output_tokens:
+            # No reason to stop, or too early: this text is shown and no part of a stop string.
             return text, False
         result = self._matcher.add(text)
         return result.text_to_emit, result.matched is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -23,6 +24,7 @@ from services.gateway.generation import (
     SamplingParams,
     StepEvents,
     Submission,
+    TokenLogprob,
 )
 from services.gateway.peers import EngineChoice, EngineState, EngineStatus, PlacementAsk
 
@@ -90,6 +92,8 @@ def decode_step(message: generation_pb2.GenerateResponse) -> StepEvents:
         num_tokens=list(message.num_tokens),
         token_ids=list(message.token_ids),
         ends=ends,
+        output_logprobs=_decode_output_logprobs(message) if message.HasField("output_logprobs") else {},
+        prompt_logprobs=_decode_prompt_logprobs(message) if message.HasField("prompt_logprobs") else {},
     )
 
 
@@ -183,7 +187,28 @@ def _encode_sampling_params(params: SamplingParams) -> generation_pb2.SamplingPa
         logit_bias=params.logit_bias,
         allowed_token_ids=params.allowed_token_ids,
         bad_words=[generation_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
+        num_logprobs=params.num_logprobs,
+        num_prompt_logprobs=params.num_prompt_logprobs,
     )
+
+
+def _decode_output_logprobs(message: generation_pb2.GenerateResponse) -> dict[int, list[TokenLogprob]]:
+    counts = dict(zip(message.handles, message.num_tokens, strict=True))
+    entries = _decode_token_logprobs(message.output_logprobs.tokens)
+    return {handle: list(islice(entries, counts[handle])) for handle in message.output_logprobs.handles}
+
+
+def _decode_prompt_logprobs(message: generation_pb2.GenerateResponse) -> dict[int, list[TokenLogprob]]:
+    prompts = message.prompt_logprobs
+    entries = _decode_token_logprobs(prompts.tokens)
+    counts = zip(prompts.handles, prompts.num_tokens, strict=True)
+    return {handle: list(islice(entries, count)) for handle, count in counts}
+
+
+def _decode_token_logprobs(tokens: generation_pb2.TokenLogprobs) -> Iterator[TokenLogprob]:
+    alternatives = zip(tokens.alternative_token_ids, tokens.alternative_logprobs, strict=True)
+    for logprob, rank, count in zip(tokens.logprobs, tokens.ranks, tokens.num_alternatives, strict=True):
+        yield TokenLogprob(logprob, rank, tuple(islice(alternatives, count)))
 
 
 def _decode_finished(finished: generation_pb2.Finished) -> GenerationFinished:

@@ -160,6 +160,28 @@ class FakeGenerationEngine:
         )
 
 
+def logprob_of(token_id: int) -> float:
+    """What the engine says of any token, exact in 32 bits."""
+    return -(token_id % 16 + 1) / 16
+
+
+def alternatives_of(token_id: int, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens where ``token_id`` stands."""
+    return [(token_id + 1 + index, -(index + 1) / 64) for index in range(count)]
+
+
+def measured(token_ids: Sequence[int], count: int) -> generation_pb2.TokenLogprobs:
+    """Log-probabilities of tokens, each with so many alternatives, on the wire."""
+    alternatives = [alternative for token_id in token_ids for alternative in alternatives_of(token_id, count)]
+    return generation_pb2.TokenLogprobs(
+        logprobs=[logprob_of(token_id) for token_id in token_ids],
+        ranks=[token_id % 9 + 1 for token_id in token_ids],
+        num_alternatives=[count] * len(token_ids),
+        alternative_token_ids=[token_id for token_id, _ in alternatives],
+        alternative_logprobs=[logprob for _, logprob in alternatives],
+    )
+
+
 class _Engine(engine_pb2_grpc.EngineServiceServicer):
     def __init__(self, engine: FakeGenerationEngine) -> None:
         self._engine = engine
@@ -247,6 +269,8 @@ class _Stream:
         handles = [running.handle for running in choices]
         started = generation_pb2.Started(request_id=submit.request_id, handles=handles)
         self._send(generation_pb2.GenerateResponse(started=[started]))
+        if submit.sampling_params.HasField("num_prompt_logprobs"):
+            self._measure_prompt(choices[0])
         for running in choices:
             running.task = asyncio.create_task(self._play(running))
 
@@ -261,6 +285,18 @@ class _Stream:
             if running.task is not None:
                 running.task.cancel()
             self._finish(running, generation_pb2.FINISH_REASON_ABORTED)
+
+    def _measure_prompt(self, running: _Running) -> None:
+        """Tell the prompt's log-probabilities in two parts, as chunks of a prompt are computed."""
+        token_ids, count = running.submit.prompt_token_ids[1:], running.submit.sampling_params.num_prompt_logprobs
+        middle = len(token_ids) // 2
+        for part in (token_ids[:middle], token_ids[middle:]):
+            if part:
+                message = generation_pb2.GenerateResponse()
+                message.prompt_logprobs.handles.append(running.handle)
+                message.prompt_logprobs.num_tokens.append(len(part))
+                message.prompt_logprobs.tokens.CopyFrom(measured(part, count))
+                self._send(message)
 
     async def _play(self, running: _Running) -> None:
         script = running.script
@@ -321,9 +357,14 @@ class _Stream:
     def _tokens(self, running: _Running, token_ids: Sequence[int]) -> generation_pb2.GenerateResponse:
         if not token_ids:
             return generation_pb2.GenerateResponse()
-        return generation_pb2.GenerateResponse(
+        message = generation_pb2.GenerateResponse(
             handles=[running.handle], num_tokens=[len(token_ids)], token_ids=token_ids
         )
+        params = running.submit.sampling_params
+        if params.HasField("num_logprobs"):
+            message.output_logprobs.handles.append(running.handle)
+            message.output_logprobs.tokens.CopyFrom(measured(token_ids, params.num_logprobs))
+        return message
 
     def _usage(self, running: _Running) -> generation_pb2.Usage:
         return generation_pb2.Usage(

@@ -15,7 +15,7 @@ from yarl import URL
 
 from libs.errors import InvalidLogits, WorkerLost
 from libs.protogen.telemetry.v1 import telemetry_pb2
-from tests.fakes.fake_generation_engine import Script
+from tests.fakes.fake_generation_engine import Script, alternatives_of, logprob_of
 from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open_stand
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -487,6 +487,186 @@ async def test_a_wrong_completion_is_refused_by_name(
     status, body, _ = await post(stand, "/v1/completions", **fields)
 
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
+
+
+# --- Log-probabilities.
+
+
+def entry_of(stand: Stand, token_id: int, logprob: float) -> dict[str, Any]:
+    token_bytes = stand.model_text.tokenizer.token_bytes(token_id)
+    return {"token": token_bytes.decode(errors="replace"), "logprob": logprob, "bytes": list(token_bytes)}
+
+
+def content_of(stand: Stand, token_ids: list[int], count: int) -> list[dict[str, Any]]:
+    """A chat's entries for tokens, as the fake engine measures them."""
+    return [
+        entry_of(stand, token_id, logprob_of(token_id))
+        | {"top_logprobs": [entry_of(stand, *alternative) for alternative in alternatives_of(token_id, count)]}
+        for token_id in token_ids
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, 0),
+        ({"top_logprobs": 0}, 0),
+        ({"top_logprobs": None}, 0),
+        ({"top_logprobs": 2}, 2),
+        ({"top_logprobs": 20}, 20),
+    ],
+    ids=str,
+)
+async def test_every_token_of_a_chat_has_its_log_probability(
+    stand: Stand, fields: dict[str, Any], count: int
+) -> None:
+    _, body, _ = await chat(stand, n=2, logprobs=True, **fields)
+    events, _ = await chat_events(stand, n=2, logprobs=True, **fields)
+
+    first = content_of(stand, [*stand.encode("One two."), EOS], count)
+    second = content_of(stand, stand.encode("Three 😀 four five six"), count)
+    assert [choice["logprobs"]["content"] for choice in body["choices"]] == [first, second]
+    assert len(first) + len(second) == body["usage"]["completion_tokens"]
+    for index, chunks in choices_of(events).items():
+        parts = [chunk["logprobs"]["content"] for chunk in chunks if chunk["logprobs"]]
+        assert list(itertools.chain.from_iterable(parts)) == [first, second][index]
+        text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+        assert text == CHOICES[index][0]
+
+
+async def test_what_is_not_asked_for_has_no_log_probabilities(stand: Stand) -> None:
+    _, body, _ = await chat(stand, logprobs=False)
+    events, _ = await chat_events(stand)
+
+    assert body["choices"][0]["logprobs"] is None
+    assert not stand.engine.submits[-1].sampling_params.HasField("num_logprobs")
+    assert {chunk["logprobs"] for chunk in choices_of(events)[0]} == {None}
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": False, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}])
+async def test_wrong_log_probabilities_are_refused(stand: Stand, fields: dict[str, Any]) -> None:
+    status, body, _ = await chat(stand, **fields)
+
+    assert (status, body["error"]["param"]) == (400, "top_logprobs")
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 7])
+async def test_log_probabilities_end_with_the_stop_string_streamed_and_whole(
+    stand: Stand, tokens_per_step: int
+) -> None:
+    token_ids = stand.encode("ha 😀 ha <<END>> ha ha")
+    stand.engine.default_script = Script(token_ids=token_ids, tokens_per_step=tokens_per_step, hangs=True)
+    fields: dict[str, Any] = {"stop": "<<END>>", "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+
+    _, body, _ = await chat(stand, **fields)
+    events, _ = await chat_events(stand, **fields, **WITH_USAGE)
+
+    (choice,) = body["choices"]
+    chunks = choices_of(events)[0]
+    num_tokens = body["usage"]["completion_tokens"]
+    assert choice["message"]["content"] == "ha 😀 ha "
+    assert choice["token_ids"] == token_ids[:num_tokens]
+    assert choice["logprobs"]["content"] == content_of(stand, token_ids[:num_tokens], 1)
+    streamed = [chunk["logprobs"]["content"] for chunk in chunks if chunk["logprobs"]]
+    assert list(itertools.chain.from_iterable(streamed)) == choice["logprobs"]["content"]
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == "ha 😀 ha "
+    assert events[-2]["usage"]["completion_tokens"] == num_tokens
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_a_prompt_is_scored_as_harnesses_ask_for_it(
+    stand: Stand, max_tokens: int, is_streaming: bool
+) -> None:
+    """The requests of lm-evaluation-harness: token ids in a batch, echo, logprobs 1."""
+    texts = ["One two 😀 three", " four"]
+    prompts = [stand.encode(text) for text in texts]
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "seed": 1234}
+
+    if is_streaming:
+        found = choices_of(await complete_events(stand, prompts, **fields))
+        answers = [
+            {
+                name: list(itertools.chain.from_iterable(c["logprobs"][name] for c in chunks if c["logprobs"]))
+                for name in NAMES
+            }
+            for _, chunks in sorted(found.items())
+        ]
+        shown = ["".join(chunk["text"] for chunk in chunks) for _, chunks in sorted(found.items())]
+    else:
+        _, body, _ = await complete(stand, prompts, **fields)
+        answers = [choice["logprobs"] for choice in body["choices"]]
+        shown = [choice["text"] for choice in body["choices"]]
+
+    generated = stand.encode("One two.")[:max_tokens]
+    for text, prompt, answer, whole in zip(texts, prompts, answers, shown, strict=True):
+        token_ids = [*prompt, *generated]
+        assert whole == text + ("One" if generated else "")
+        assert set(answer) == set(NAMES)
+        assert {len(values) for values in answer.values()} == {len(token_ids)}
+        assert answer["token_logprobs"] == [None, *map(logprob_of, token_ids[1:])]
+        assert answer["top_logprobs"][0] is None
+        for token_id, name, alternatives in zip(
+            token_ids[1:], answer["tokens"][1:], answer["top_logprobs"][1:], strict=True
+        ):
+            assert alternatives[name] == logprob_of(token_id)
+            assert max(alternatives.values()) == -1 / 64
+        assert answer["text_offset"][0] == 0
+        assert answer["text_offset"] == sorted(answer["text_offset"])
+        if generated:
+            assert answer["text_offset"][-1] == len(text)
+
+
+NAMES = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+async def test_a_completions_log_probabilities_have_openais_shape(stand: Stand, count: int) -> None:
+    _, body, _ = await complete(stand, "x", logprobs=count)
+
+    token_ids = [*stand.encode("One two."), EOS]
+    found = body["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [logprob_of(token_id) for token_id in token_ids]
+    assert found["tokens"] == ["One", " two", ".", "<|im_end|>"]
+    assert found["text_offset"] == [0, 3, 7, 8]
+    assert {len(alternatives) for alternatives in found["top_logprobs"]} == {count + 1}
+    assert (await complete(stand, "x"))[1]["choices"][0]["logprobs"] is None
+
+
+async def test_log_probabilities_of_a_prompt_have_vllms_shape(stand: Stand) -> None:
+    prompt = stand.encode("One two three")
+
+    _, chat_body, _ = await chat(stand, prompt_logprobs=1)
+    chat_prompt = list(stand.engine.submits[-1].prompt_token_ids)
+    _, body, _ = await complete(stand, prompt, prompt_logprobs=2, n=2, max_tokens=0)
+    _, one, _ = await complete(stand, prompt[:1], prompt_logprobs=2)
+
+    assert len(chat_body["prompt_logprobs"]) == len(chat_prompt)
+    for choice in body["choices"]:
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        for token_id, entry in zip(prompt[1:], others, strict=True):
+            assert {int(key): value["logprob"] for key, value in entry.items()} == {
+                token_id: logprob_of(token_id)
+            } | dict(alternatives_of(token_id, 2))
+            assert entry[str(token_id)]["rank"] == token_id % 9 + 1
+    assert one["choices"][0]["prompt_logprobs"] == [None]
+    assert choice["logprobs"] is None
+
+
+async def test_a_part_of_a_character_is_valid_json_with_its_own_bytes(stand: Stand) -> None:
+    first, *_ = stand.encode("🦜")
+    stand.engine.default_script = Script(token_ids=[first])
+    token_bytes = list(stand.model_text.tokenizer.token_bytes(first))
+
+    _, body, _ = await chat(stand, logprobs=True, max_tokens=1)
+    events, _ = await chat_events(stand, logprobs=True, max_tokens=1)
+
+    assert body["choices"][0]["message"]["content"] == "\ufffd"
+    assert body["choices"][0]["logprobs"]["content"][0]["bytes"] == token_bytes
+    chunks = choices_of(events)[0]
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == "\ufffd"
+    assert [chunk["logprobs"]["content"][0]["bytes"] for chunk in chunks if chunk["logprobs"]] == [token_bytes]
 
 
 # --- Tokens and models.

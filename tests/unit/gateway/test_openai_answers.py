@@ -8,21 +8,24 @@ from typing import Any
 import orjson
 import pytest
 
+from libs.text import load_model_text, resolve_model_path
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
 from services.gateway.generation import FinishReason
+from services.gateway.logprob_shapes import LogprobShapes
 from services.gateway.openai_answers import ChatFormat
 from services.gateway.output_text import TextDelta
 from services.gateway.text_preparation import PreparedPrompt
-from tests.unit.gateway.conftest import options
+from tests.unit.gateway.conftest import MODEL_NAME, options
 
 HEAD = AnswerHead("chatcmpl-1", 1700000000, "tiny")
 COUNTS = UsageCounts(num_prompt_tokens=5, num_completion_tokens=7, num_cached_tokens=4)
 PROMPT = PreparedPrompt([1, 2, 3, 4, 5], [])
+SHAPES = LogprobShapes(load_model_text(resolve_model_path(MODEL_NAME)).tokenizer)
 WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def chat_format(echoed_text: str = "", **fields: Any) -> ChatFormat:
-    return ChatFormat(HEAD, options(**fields), replace(PROMPT, echoed_text=echoed_text))
+    return ChatFormat(HEAD, options(**fields), replace(PROMPT, echoed_text=echoed_text), SHAPES)
 
 
 def delta(

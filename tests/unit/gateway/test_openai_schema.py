@@ -74,6 +74,9 @@ def test_a_minimal_request_has_the_documented_defaults() -> None:
             includes_usage=False,
             has_continuous_usage=False,
             returns_token_ids=False,
+            num_logprobs=None,
+            num_prompt_logprobs=None,
+            num_echoed_logprobs=None,
             echoes_prompt=False,
             user=None,
             metadata={},
@@ -183,6 +186,9 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "continue_final_message": ["no", 1],
     "echo": ["no", 1],
     "return_token_ids": ["no", 1],
+    "logprobs": [1, 0, "yes"],
+    "top_logprobs": [21, -1, 1.5, True, 49152],
+    "prompt_logprobs": [21, -1, 1.5, True],
     "user": [5, "x" * 257],
     "metadata": [[], {"a": 1}, {str(i): "" for i in range(17)}, {"a": "x" * 513}],
 }
@@ -205,9 +211,6 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
         ("best_of", 10**6),
         ("best_of", 2),
         ("suffix", "end"),
-        ("logprobs", True),
-        ("top_logprobs", 0),
-        ("top_logprobs", 49152),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "auto"),
         ("response_format", {"type": "json_object"}),
@@ -215,7 +218,6 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
         ("chat_template", "{{ messages }}"),
         ("chat_template_kwargs", {"chat_template": "x"}),
         ("cache_salt", "mine"),
-        ("prompt_logprobs", 1),
         ("structured_outputs", {}),
         ("store", True),
         ("reasoning_effort", "high"),
@@ -339,6 +341,23 @@ def test_a_model_must_be_named(name: Any) -> None:
     assert error.param == "model"
 
 
+def test_log_probabilities_are_asked_for_with_or_without_alternatives() -> None:
+    assert parse().options.num_logprobs is None
+    assert parse(logprobs=False, top_logprobs=0).options.num_logprobs is None
+    assert parse(logprobs=True).options.num_logprobs == 0
+    assert parse(logprobs=True, top_logprobs=None).options.num_logprobs == 0
+    assert parse(logprobs=True, top_logprobs=20).options.num_logprobs == 20
+    assert parse(prompt_logprobs=0).options.num_measured_prompt_logprobs == 0
+    # In a conversation what is echoed is text alone.
+    assert parse(logprobs=True, echo=True).options.num_measured_prompt_logprobs is None
+
+
+def test_alternatives_need_log_probabilities_and_those_of_prompts_a_whole_answer() -> None:
+    assert refusal(logprobs=False, top_logprobs=2).param == "top_logprobs"
+    assert refusal(top_logprobs=2).param == "top_logprobs"
+    assert refusal(prompt_logprobs=1, stream=True).param == "prompt_logprobs"
+
+
 TURNS = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Sure: "}]
 
 
@@ -428,7 +447,7 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FIELD_NAMES = st.sampled_from(sorted(CHAT_FIELDS | {"tools", "response_format", "logprobs"}))
+FIELD_NAMES = st.sampled_from(sorted(CHAT_FIELDS | {"tools", "response_format"}))
 
 
 @given(st.dictionaries(FIELD_NAMES, JSON_VALUES, max_size=4))

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.errors import InvalidRequest, OctavoError, UnsupportedField
+from libs.text import load_model_text, resolve_model_path
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
 from services.gateway.generation import FinishReason
+from services.gateway.logprob_shapes import LogprobShapes
 from services.gateway.openai_fields import TEXT_FIELDS
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.openai_text_answers import TextFormat
@@ -21,10 +23,11 @@ from services.gateway.openai_text_schema import MAX_PROMPTS, ValidTextCompletion
 from services.gateway.output_text import TextDelta
 from services.gateway.prompts import TextPrompt, TokenPrompt
 from services.gateway.text_preparation import PreparedPrompt
-from tests.unit.gateway.conftest import options
+from tests.unit.gateway.conftest import MODEL_NAME, options
 
 MODEL = ModelFacts(name="tiny", vocab_size=1000)
 HEAD = AnswerHead("cmpl-1", 1700000000, "tiny")
+SHAPES = LogprobShapes(load_model_text(resolve_model_path(MODEL_NAME)).tokenizer)
 COUNTS = UsageCounts(num_prompt_tokens=5, num_completion_tokens=7, num_cached_tokens=4)
 
 
@@ -118,6 +121,18 @@ def test_nothing_may_be_generated_where_the_prompt_is_echoed() -> None:
     assert refusal(max_tokens=-1, echo=True).param == "max_tokens"
 
 
+def test_log_probabilities_are_counted_alternatives() -> None:
+    assert parse().options.num_logprobs is None
+    assert parse(logprobs=0).options.num_logprobs == 0
+    assert parse(logprobs=5).options.num_measured_prompt_logprobs is None
+    assert parse(logprobs=2, echo=True).options.num_measured_prompt_logprobs == 2
+    assert parse(logprobs=2, echo=True, prompt_logprobs=7).options.num_measured_prompt_logprobs == 7
+    assert parse(max_tokens=0, prompt_logprobs=1).options.max_output_tokens == 0
+    for wrong in (True, -1, 21, 49152, "1", 1.5):
+        assert refusal(logprobs=wrong).param == "logprobs"
+    assert refusal(top_logprobs=2).param == "top_logprobs"
+
+
 def test_prompts_and_choices_are_bounded_together() -> None:
     assert parse(prompt=["a"] * 16, n=8).options.num_choices == 8
     assert refusal(prompt=["a"] * 16, n=9).param == "n"
@@ -171,7 +186,7 @@ def chunks_of(events: bytes) -> list[dict[str, Any]]:
 
 
 def test_a_chunk_has_openais_shape() -> None:
-    answer = TextFormat(HEAD, options(), [prompt_of()])
+    answer = TextFormat(HEAD, options(), [prompt_of()], SHAPES)
 
     text, end = chunks_of(answer.events(delta(" there", reason=FinishReason.STOP)))
 
@@ -186,7 +201,7 @@ def test_a_chunk_has_openais_shape() -> None:
 
 
 def test_a_whole_answer_has_all_choices_of_all_prompts() -> None:
-    answer = TextFormat(HEAD, options(n=2, echo=True), [prompt_of("A"), prompt_of("B")])
+    answer = TextFormat(HEAD, options(n=2, echo=True), [prompt_of("A"), prompt_of("B")], SHAPES)
     choices = [WholeChoice([text], [7], FinishReason.LENGTH) for text in ("1", "2", "3", "4")]
 
     body = orjson.loads(answer.body(choices, COUNTS))
@@ -203,7 +218,7 @@ def test_a_whole_answer_has_all_choices_of_all_prompts() -> None:
 
 
 def test_the_prompt_is_the_first_text_of_each_choice_where_it_is_echoed() -> None:
-    answer = TextFormat(HEAD, options(n=1, echo=True), [prompt_of("A"), prompt_of("B")])
+    answer = TextFormat(HEAD, options(n=1, echo=True), [prompt_of("A"), prompt_of("B")], SHAPES)
     nothing = delta("", index=1, token_ids=(), reason=FinishReason.LENGTH)
 
     events = answer.events(delta("1")) + answer.events(nothing)
@@ -217,7 +232,9 @@ def test_token_ids_and_counts_come_where_they_are_asked_for() -> None:
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    answer = TextFormat(HEAD, options(return_token_ids=True, **fields), [prompt_of(), prompt_of(token_ids=(4, 5))])
+    answer = TextFormat(
+        HEAD, options(return_token_ids=True, **fields), [prompt_of(), prompt_of(token_ids=(4, 5))], SHAPES
+    )
 
     first, text = chunks_of(answer.events(delta("x", index=1, token_ids=(7, 8))))
 

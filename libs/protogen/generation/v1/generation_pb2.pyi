@@ -305,7 +305,9 @@ class SamplingParams(_message.Message):
     num_logprobs: _builtins.int
     """Number of most likely alternatives reported for each output token; unset reports none, 0 the chosen token only."""
     num_prompt_logprobs: _builtins.int
-    """The same for prompt tokens."""
+    """The same for prompt tokens, once for the request: with its first choice, unless that has output already, before
+    which they were reported.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the output, besides the model's own end tokens."""
@@ -480,6 +482,8 @@ class GenerateResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    OUTPUT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The engine's step; 0 for messages between steps."""
     @_builtins.property
@@ -506,6 +510,14 @@ class GenerateResponse(_message.Message):
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failed]:
         """Handles that ended with an error."""
 
+    @_builtins.property
+    def output_logprobs(self) -> Global___OutputLogprobs:
+        """Log-probabilities of the tokens of those handles that want them."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Log-probabilities of prompt tokens."""
+
     def __init__(
         self,
         *,
@@ -516,14 +528,135 @@ class GenerateResponse(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
         failed: _abc.Iterable[Global___Failed] | None = ...,
+        output_logprobs: Global___OutputLogprobs | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "handles", b"handles", "num_tokens", b"num_tokens", "started", b"started", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "handles", b"handles", "num_tokens", b"num_tokens", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """TokenLogprobs is an entry for each of some tokens. Log-probabilities are natural and of the model's
+    distribution as it was before temperature, filters, penalties, biases and masks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    NUM_ALTERNATIVES_FIELD_NUMBER: _builtins.int
+    ALTERNATIVE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ALTERNATIVE_LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """That of each token."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One more than the number of likelier tokens."""
+
+    @_builtins.property
+    def num_alternatives(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many alternatives each token has."""
+
+    @_builtins.property
+    def alternative_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The likeliest tokens in its place, one token after the other, the likeliest first and of equals the lowest id."""
+
+    @_builtins.property
+    def alternative_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log-probabilities."""
+
+    def __init__(
+        self,
+        *,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        num_alternatives: _abc.Iterable[_builtins.int] | None = ...,
+        alternative_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        alternative_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alternative_logprobs", b"alternative_logprobs", "alternative_token_ids", b"alternative_token_ids", "logprobs", b"logprobs", "num_alternatives", b"num_alternatives", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class OutputLogprobs(_message.Message):
+    """OutputLogprobs are those of a step's tokens, where they are wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The handles that want them, in the order of the step's handles."""
+
+    @_builtins.property
+    def tokens(self) -> Global___TokenLogprobs:
+        """An entry for each token of each of these handles, in order."""
+
+    def __init__(
+        self,
+        *,
+        handles: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: Global___TokenLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputLogprobs: _TypeAlias = OutputLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """PromptLogprobs are those of prompt tokens: handles[i] got the next num_tokens[i]. A prompt's first token has
+    none, so the entries of a whole prompt begin with its second; each comes once, and all come before the first
+    output token or with it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The first choice of each request that wants them."""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many entries each of them got."""
+
+    @_builtins.property
+    def tokens(self) -> Global___TokenLogprobs:
+        """The entries, one handle after the other."""
+
+    def __init__(
+        self,
+        *,
+        handles: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: Global___TokenLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "num_tokens", b"num_tokens", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):
