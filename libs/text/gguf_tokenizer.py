@@ -108,7 +108,8 @@ def _sentencepiece_bpe(header: GgufHeader) -> TokenizerDefinition:
     scores = header.numbers("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(texts):
         raise ModelLoadFailed(f"{header.path.name} has no score for each token (tokenizer.ggml.scores).")
-    has_prefix = header.boolean("tokenizer.ggml.add_space_prefix")
+    adds_prefix = header.boolean("tokenizer.ggml.add_space_prefix")
+    has_prefix = adds_prefix is None or adds_prefix
     unknown = next((text for text, kind in zip(texts, types, strict=True) if kind == TokenType.UNKNOWN), None)
     return TokenizerDefinition(
         token_texts=texts,
@@ -119,8 +120,9 @@ def _sentencepiece_bpe(header: GgufHeader) -> TokenizerDefinition:
         has_byte_fallback=TokenType.BYTE in types,
         fuses_unknown=True,
         ignores_merges=False,
-        pipeline=_sentencepiece_pipeline(has_prefix=has_prefix is None or has_prefix),
-        added_tokens=_added_tokens(texts, types),
+        pipeline=_sentencepiece_pipeline(has_prefix=has_prefix),
+        # Sentencepiece looks for them when spaces have become marks. With a prefix each would get one of its own.
+        added_tokens=_added_tokens(texts, types, is_matched_after_normalizing=not has_prefix),
         named_tokens=_named_tokens(header, texts),
         prompt_prefix_token_ids=_prompt_prefix(header, is_default=True),
     )
@@ -165,9 +167,16 @@ def _merge_pair(merge: str, header: GgufHeader) -> tuple[str, str]:
     return left, right
 
 
-def _added_tokens(texts: Sequence[str], types: Sequence[int]) -> list[AddedToken]:
+def _added_tokens(
+    texts: Sequence[str], types: Sequence[int], *, is_matched_after_normalizing: bool = False
+) -> list[AddedToken]:
     return [
-        AddedToken(token_id=token_id, text=texts[token_id], is_special=kind != TokenType.USER_DEFINED)
+        AddedToken(
+            token_id=token_id,
+            text=texts[token_id],
+            is_special=kind != TokenType.USER_DEFINED,
+            is_normalized=is_matched_after_normalizing and kind == TokenType.USER_DEFINED,
+        )
         for token_id, kind in enumerate(types)
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN) and texts[token_id]
     ]

@@ -15,8 +15,9 @@ from libs.text.folder_tokenizer import (
     folder_max_model_len,
     folder_tokenizer_definition,
 )
-from libs.text.gguf_header import read_gguf_header
+from libs.text.gguf_header import GgufHeader, read_gguf_header
 from libs.text.gguf_tokenizer import gguf_eos_token_ids, gguf_max_model_len, gguf_tokenizer_definition
+from libs.text.known_templates import known_chat_template
 from libs.text.tokenizer import Tokenizer
 from libs.text.tokenizer_definition import NamedTokens
 
@@ -54,11 +55,18 @@ def _from_gguf(path: Path) -> ModelText:
     tokenizer = Tokenizer.from_gguf(header)
     return ModelText(
         tokenizer=tokenizer,
-        chat_template=_chat_template(header.string("tokenizer.chat_template"), tokenizer.named_tokens),
+        chat_template=_chat_template(_gguf_chat_template(header, tokenizer), tokenizer.named_tokens),
         tokenizer_digest=tokenizer.definition.digest(),
         max_model_len=gguf_max_model_len(header),
         eos_token_ids=gguf_eos_token_ids(header),
         prompt_prefix_token_ids=tokenizer.definition.prompt_prefix_token_ids,
+    )
+
+
+def _gguf_chat_template(header: GgufHeader, tokenizer: Tokenizer) -> str | None:
+    control_tokens = {token.text for token in tokenizer.definition.added_tokens if token.is_special}
+    return header.string("tokenizer.chat_template") or known_chat_template(
+        header.string("general.architecture") or "", control_tokens
     )
 
 

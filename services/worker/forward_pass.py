@@ -16,14 +16,14 @@ from torch import Tensor
 
 from libs.errors import ModelLoadFailed
 from libs.obs import get_logger
-from services.worker.config import KernelChoice
+from services.worker.config import KernelChoice, Quantization
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.extension import load_extension
 from services.worker.kernels.cpu.forward_pass import NativeForwardPass, reason_against
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
 from services.worker.layers.threads import OperatorThreads
-from services.worker.models.llama import ForwardBatch, LlamaModel
+from services.worker.models.decoder import Decoder, ForwardBatch
 from services.worker.weights import ModelConfig, WeightReader
 
 _log = get_logger("forward_pass")
@@ -49,6 +49,11 @@ class Forwarded(Protocol):
 class ForwardPass(Protocol):
     """A loaded model."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are kept."""
+        ...
+
     def make_cache(self, plan: KVCachePlan) -> KVCache:
         """Allocate the KV cache in the layout of this pass and use it from now on."""
         ...
@@ -66,17 +71,30 @@ def load_forward_pass(
     dtype: torch.dtype,
     block_size: int,
     num_threads: int,
+    quantization: Quantization = Quantization.NONE,
 ) -> ForwardPass:
     """Load the weights into the pass that ``choice`` names, or into the fastest one that can serve them.
 
     Raises:
-        ModelLoadFailed: when native code is demanded and cannot serve this.
+        ModelLoadFailed: when native code is demanded, or needed for quantized weights, and cannot serve this.
     """
     extension = None if choice is KernelChoice.TORCH else load_extension()
     if choice is not KernelChoice.TORCH:
         reason = reason_against(extension, config, dtype=dtype, block_size=block_size)
         if reason is None and extension is not None:
-            return NativeForwardPass(extension, config, reader, block_size=block_size, num_threads=num_threads)
+            return NativeForwardPass(
+                extension,
+                config,
+                reader,
+                block_size=block_size,
+                num_threads=num_threads,
+                quantization=quantization,
+            )
+        if quantization is not Quantization.NONE:
+            raise ModelLoadFailed(
+                f"Weights in {quantization} need the native kernels, but {reason}; "
+                "without --quantization torch serves."
+            )
         if choice is KernelChoice.NATIVE:
             raise ModelLoadFailed(f"The native kernels are asked for, but {reason}; leave --kernels at auto.")
         _log.warning("computing with torch, which is several times slower", reason=reason)
@@ -91,8 +109,14 @@ class TorchForwardPass:
     ) -> None:
         self._config = config
         self._dtype = dtype
-        self._model = LlamaModel(config, reader, dtype, threads)
+        self._model = Decoder(config, reader, dtype, threads)
+        self._weight_bytes = reader.kept_bytes
         self._cache: KVCache | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are kept."""
+        return self._weight_bytes
 
     def make_cache(self, plan: KVCachePlan) -> KVCache:
         """Allocate the KV cache."""
@@ -122,7 +146,7 @@ class TorchForwardPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TorchForwarded:
-    model: LlamaModel
+    model: Decoder
     hidden: Tensor  # [num_tokens, hidden_size]
     batch: FlatBatch
 

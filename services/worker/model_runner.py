@@ -75,6 +75,7 @@ class TorchRunner:
                 dtype=self._dtype,
                 block_size=request.block_size,
                 num_threads=self._config.num_threads_used,
+                quantization=self._config.quantization,
             )
             on_progress(LoadProgress("allocating the KV cache", reader.total_bytes, reader.total_bytes))
             cache = model.make_cache(self._plan_cache(request, source.config))
@@ -100,7 +101,7 @@ class TorchRunner:
             gpu_type="CPU",
             total_vram_bytes=measure_memory().total_bytes,
             kv_cache_bytes=cache.plan.size_bytes,
-            weights_bytes=reader.kept_bytes,
+            weights_bytes=model.weight_bytes,
         )
 
     def reset(self) -> None:

@@ -6,6 +6,7 @@ format. It must not know how a model computes. Names are those of the transforme
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,9 +17,21 @@ from torch import Tensor
 from libs.errors import ModelLoadFailed
 
 LLAMA = "LlamaForCausalLM"
+MISTRAL = "MistralForCausalLM"
+QWEN2 = "Qwen2ForCausalLM"
+QWEN3 = "Qwen3ForCausalLM"
+GEMMA3 = "Gemma3ForCausalLM"
+ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3)
 
 # Tensors that some files carry and that are derived from the configuration here.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRopeScaling:
+    """Rotary frequencies divided by one factor."""
+
+    factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +45,40 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnRopeScaling:
+    """Rotary frequencies stretched the way of YaRN (Peng et al., 2023, section 3)."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    # What cosines and sines are multiplied by.
+    amplitude: float
+    # Whether the borders of the blend are whole pairs of a head.
+    has_whole_borders: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FrequencyFactors:
     """Divisors of the rotary frequencies, as GGUF files store any scaling of this kind."""
 
     factors: tuple[float, ...]
 
 
-RopeScaling = Llama3RopeScaling | FrequencyFactors
+def yarn_amplitude(factor: float, weight: float = 1.0) -> float:
+    """Return the amplitude that YaRN's authors found best for a stretch by ``factor`` (section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | FrequencyFactors
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary positions: the base of the frequencies and their scaling."""
+
+    theta: float
+    scaling: RopeScaling | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,22 +98,62 @@ class ModelConfig:
     rms_norm_eps: float
     has_tied_embeddings: bool
     max_position: int
+    # How many of the last tokens a token sees in each layer, itself included; None is all. Empty: all everywhere.
+    layer_windows: tuple[int | None, ...] = ()
+    # Rotary base of the layers with a window where it is one of their own; such layers do not scale it.
+    window_rope_theta: float | None = None
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    # What scores are multiplied by; None is one over the root of the head size.
+    attention_scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.architecture != LLAMA:
-            raise ModelLoadFailed(f"The architecture {self.architecture!r} is not served; only {LLAMA} is.")
+        if self.architecture not in ARCHITECTURES:
+            raise ModelLoadFailed(
+                f"The architecture {self.architecture!r} is not served; these are: {', '.join(ARCHITECTURES)}."
+            )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ModelLoadFailed(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly.")
         if self.head_dim % 2:
             raise ModelLoadFailed(f"A head of {self.head_dim} values cannot be rotated in pairs.")
+        if self.layer_windows and len(self.layer_windows) != self.num_layers:
+            raise ModelLoadFailed(f"The model has {self.num_layers} layers, but {len(self.layer_windows)} windows.")
+        if any(window is not None and window < 1 for window in self.layer_windows):
+            raise ModelLoadFailed("A sliding window of less than one token leaves nothing to attend to.")
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether queries and keys are normed head by head."""
+        return self.architecture in (QWEN3, GEMMA3)
+
+    @property
+    def has_norms_after(self) -> bool:
+        """Whether what an operation adds is normed."""
+        return self.architecture == GEMMA3
 
     @property
     def num_parameters(self) -> int:
         """Values of all weights."""
-        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
+        query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        matrices = self.hidden_size * (2 * query_size + 2 * kv_size + 3 * self.intermediate_size)
+        norms = (4 if self.has_norms_after else 2) * self.hidden_size
+        head_norms = 2 * self.head_dim if self.has_head_norms else 0
+        biases = self.has_qkv_bias * (query_size + 2 * kv_size) + self.has_output_bias * self.hidden_size
         num_vocab_matrices = 1 if self.has_tied_embeddings else 2
-        return self.num_layers * layer + (num_vocab_matrices * self.vocab_size + 1) * self.hidden_size
+        return (
+            self.num_layers * (matrices + norms + head_norms + biases)
+            + (num_vocab_matrices * self.vocab_size + 1) * self.hidden_size
+        )
+
+    def window_of(self, layer: int) -> int | None:
+        """Return how many of the last tokens a token sees in this layer, or None for all."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    def rotary_of(self, layer: int) -> Rotary:
+        """Return the rotary positions of this layer."""
+        if self.window_rope_theta is not None and self.window_of(layer) is not None:
+            return Rotary(self.window_rope_theta, None)
+        return Rotary(self.rope_theta, self.rope_scaling)
 
 
 class WeightSource(Protocol):
@@ -104,7 +184,7 @@ class WeightReader:
         self._sizes_bytes = source.sizes_bytes
         self._unread = set(self._sizes_bytes)
         self._loaded_bytes = 0
-        self.kept_bytes = 0  # of all tensors read, in the model's dtype
+        self.kept_bytes = 0  # of all tensors read, as they are kept
 
     @property
     def total_bytes(self) -> int:
@@ -112,24 +192,20 @@ class WeightReader:
         return sum(self._sizes_bytes.values())
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor ``name``.
+        """Return the tensor ``name`` in the model's dtype.
 
         Raises:
             ModelLoadFailed: when it is missing or has another shape.
         """
-        if name not in self._sizes_bytes:
-            raise ModelLoadFailed(f"The tensor {name} is missing from the weights.")
-        tensor = self._source.read(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelLoadFailed(
-                f"The tensor {name} has shape {tuple(tensor.shape)}, but the model's configuration says {shape}."
-            )
-        self._unread.discard(name)
-        self._loaded_bytes += self._sizes_bytes[name]
-        self._on_bytes(self._loaded_bytes, self.total_bytes)
-        tensor = tensor.to(self._dtype)
-        self.kept_bytes += tensor.nbytes
-        return tensor
+        return self._read(name, shape, self._dtype)
+
+    def read_fp32(self, name: str, *shape: int) -> Tensor:
+        """Return the tensor ``name`` in fp32, for what is computed in fp32 whatever the model's dtype is.
+
+        Raises:
+            ModelLoadFailed: when it is missing or has another shape.
+        """
+        return self._read(name, shape, torch.float32)
 
     def skip(self, name: str) -> None:
         """Leave out a tensor that the model knows and does not need."""
@@ -145,3 +221,18 @@ class WeightReader:
                 f"The weights have {len(unknown)} tensors that {self._source.config.architecture} does not use "
                 f"here, for example {unknown[0]}; this variant of the model is not served."
             )
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if name not in self._sizes_bytes:
+            raise ModelLoadFailed(f"The tensor {name} is missing from the weights.")
+        tensor = self._source.read(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelLoadFailed(
+                f"The tensor {name} has shape {tuple(tensor.shape)}, but the model's configuration says {shape}."
+            )
+        self._unread.discard(name)
+        self._loaded_bytes += self._sizes_bytes[name]
+        self._on_bytes(self._loaded_bytes, self.total_bytes)
+        tensor = tensor.to(dtype)
+        self.kept_bytes += tensor.nbytes
+        return tensor

@@ -13,7 +13,7 @@ from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
 from services.worker.layers.threads import OperatorThreads
 from services.worker.model_runner import TorchRunner
-from services.worker.models.llama import ForwardBatch, LlamaModel
+from services.worker.models.decoder import Decoder, ForwardBatch
 from services.worker.step import LoadedModel, SamplingParams
 from services.worker.weight_files import open_weights
 from services.worker.weights import WeightReader
@@ -52,7 +52,7 @@ def fp32() -> tuple[TorchRunner, LoadedModel]:
 def test_logits_of_every_position_equal_transformers(reference: torch.nn.Module, chunks: list[int]) -> None:
     source = open_weights(resolve_model_path(MODEL))
     reader = WeightReader(source, torch.float32, lambda done, total: None)
-    model = LlamaModel(source.config, reader, torch.float32, OperatorThreads(NUM_THREADS))
+    model = Decoder(source.config, reader, torch.float32, OperatorThreads(NUM_THREADS))
     bytes_per_block = 30 * BLOCK_SIZE * 2 * 3 * 64 * 4
     plan = KVCachePlan(num_blocks=20, block_size=BLOCK_SIZE, bytes_per_block=bytes_per_block)
     cache = KVCache(source.config, plan, torch.float32)

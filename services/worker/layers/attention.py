@@ -65,18 +65,27 @@ class PagedAttention:
         self._dtype = dtype
         self._scratch = torch.empty(0, dtype=dtype)
 
-    def plan(self, layout: StepLayout) -> list[AttentionGroup]:
-        """Group a step's queries; the plan serves all layers of the step."""
+    def plan(self, layout: StepLayout, window: int | None = None) -> list[AttentionGroup]:
+        """Group a step's queries; the plan serves all layers of the step that have this window.
+
+        In a window a query sees that many of the last tokens, itself included.
+        """
         tiles = _tiles_of(layout)
-        groups = [self._make_group(layout, tiles, members) for members in _group_tiles(tiles, layout.block_size)]
+        groups = [
+            self._make_group(layout, tiles, members, window) for members in _group_tiles(tiles, layout.block_size)
+        ]
         num_slots = max(group.num_tiles * group.context_len for group in groups)
         num_values = num_slots * 2 * self._num_kv_heads * self._head_dim
         if self._scratch.numel() < num_values:
             self._scratch = torch.empty(num_values, dtype=self._dtype)
         return groups
 
-    def attend(self, queries: Tensor, cache: Tensor, groups: list[AttentionGroup]) -> Tensor:
+    def attend(
+        self, queries: Tensor, cache: Tensor, groups: list[AttentionGroup], scale: float | None = None
+    ) -> Tensor:
         """Attend with ``queries`` ``[num_tokens, num_heads, head_dim]`` over one layer's cache.
+
+        Scores are multiplied by ``scale``, which is one over the root of the head size unless given.
 
         The cache is ``[num_blocks, block_size, 2, num_kv_heads, head_dim]`` and already holds the keys and
         values of this step. Returns ``[num_tokens, num_heads * head_dim]``.
@@ -86,10 +95,10 @@ class PagedAttention:
         blocks = cache.view(cache.shape[0], -1)
         for group in groups:
             tile_queries = flat_queries.index_select(0, group.rows)
-            output.index_copy_(0, group.rows, self._attend_group(tile_queries, blocks, group))
+            output.index_copy_(0, group.rows, self._attend_group(tile_queries, blocks, group, scale))
         return output
 
-    def _attend_group(self, queries: Tensor, blocks: Tensor, group: AttentionGroup) -> Tensor:
+    def _attend_group(self, queries: Tensor, blocks: Tensor, group: AttentionGroup, scale: float | None) -> Tensor:
         gathered = self._scratch[: group.block_ids.numel() * blocks.shape[1]].view(-1, blocks.shape[1])
         torch.index_select(blocks, 0, group.block_ids, out=gathered)
         shape = (group.num_tiles, group.context_len, 2, self._num_kv_heads, self._head_dim)
@@ -101,14 +110,16 @@ class PagedAttention:
             .transpose(1, 2)
             .reshape(group.num_tiles, self._num_kv_heads, -1, self._head_dim)
         )
-        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask, scale=scale)
         return (
             attended.view(group.num_tiles, self._num_kv_heads, group.num_queries, self._group_size, self._head_dim)
             .transpose(1, 2)
             .reshape(group.num_tiles * group.num_queries, -1)
         )
 
-    def _make_group(self, layout: StepLayout, tiles: _Tiles, members: IntArray) -> AttentionGroup:
+    def _make_group(
+        self, layout: StepLayout, tiles: _Tiles, members: IntArray, window: int | None
+    ) -> AttentionGroup:
         num_queries = int(tiles.num_queries[members].max())
         num_blocks = -(-int(tiles.context_lens[members].max()) // layout.block_size)
         context_len = num_blocks * layout.block_size
@@ -117,6 +128,8 @@ class PagedAttention:
         rows = tiles.first_rows[members, None] + offsets
         last_visible = (tiles.context_lens - tiles.num_queries)[members, None] + offsets
         is_visible = np.arange(context_len) <= last_visible[:, :, None]
+        if window is not None:
+            is_visible &= np.arange(context_len) > last_visible[:, :, None] - window
         mask = torch.zeros(is_visible.shape, dtype=self._dtype)
         mask.masked_fill_(torch.from_numpy(~is_visible), float("-inf"))
         return AttentionGroup(

@@ -51,7 +51,9 @@ def test_paths_are_resolved_and_named_by_their_last_part(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("model", ["no/such/place", "pyproject.toml", "SmolLM2-135M-Instruct"])
 def test_what_is_no_model_is_refused_with_the_choices(model: str) -> None:
-    with pytest.raises(ModelLoadFailed, match=r"Give 'smollm2-135m-instruct', a folder .* or a file"):
+    with pytest.raises(
+        ModelLoadFailed, match=r"Give 'smollm2-135m-instruct' or 'gemma3-270m', a folder .* or a file"
+    ):
         resolve_model_path(model)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,79 +11,36 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.quants import quantize
-from transformers import LlamaForCausalLM
 
 from libs.errors import ModelLoadFailed
 from services.worker.layers.threads import OperatorThreads
-from services.worker.models.llama import LlamaModel
+from services.worker.models.decoder import Decoder
+from services.worker.models.description import describe
 from services.worker.weight_files import open_weights
 from services.worker.weights import (
+    LLAMA,
+    MISTRAL,
     FrequencyFactors,
+    LinearRopeScaling,
     Llama3RopeScaling,
     WeightReader,
     WeightSource,
+    YarnRopeScaling,
 )
-from tests.unit.worker.small_models import random_llama, save_model
-
-GgufType = gguf.GGMLQuantizationType
+from tests.unit.worker.small_gguf import GgufType, write_gguf
+from tests.unit.worker.small_models import FAMILIES, WINDOW, random_llama, random_model, save_model
 
 
 def load_all(source: WeightSource) -> WeightReader:
     """Read everything that a model needs, with all checks."""
     reader = WeightReader(source, torch.float32, lambda done, total: None)
-    LlamaModel(source.config, reader, torch.float32, OperatorThreads(1))
+    Decoder(source.config, reader, torch.float32, OperatorThreads(1))
     return reader
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Put rows in the order of GGUF's llama architecture: the two values of a rotated pair side by side."""
-    rows, columns = weight.shape
-    halves = weight.reshape(num_heads, 2, rows // num_heads // 2, columns)
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
-
-
-def _gguf_name(names: gguf.TensorNameMap, name: str) -> str:
-    return names.get_name(name, try_suffixes=(".weight",)) or name
-
-
-def write_gguf(model: LlamaForCausalLM, path: Path, kind: GgufType = GgufType.F32, **changes: Any) -> Path:
-    """Write the model as llama.cpp's converter would; ``changes`` add metadata of any kind."""
-    config = model.config
-    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(num_kv_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_token_list([f"w{index}" for index in range(config.vocab_size)])
-    for key, value in changes.items():
-        getattr(writer, f"add_{key}")(value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        values = tensor.numpy().astype(np.float32)
-        if "q_proj" in name:
-            values = permuted(values, config.num_attention_heads)
-        if "k_proj" in name:
-            values = permuted(values, num_kv_heads)
-        stored = quantize(values, kind) if values.ndim == 2 else values
-        raw = None if kind in (GgufType.F32, GgufType.F16) or values.ndim == 1 else kind
-        writer.add_tensor(_gguf_name(names, name), stored, raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_a_folder_gives_config_and_tensors(tmp_path: Path) -> None:
@@ -97,13 +55,28 @@ def test_a_folder_gives_config_and_tensors(tmp_path: Path) -> None:
         assert torch.equal(source.read(name), tensor)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 12}])
-def test_parameters_are_counted(tmp_path: Path, changes: dict[str, Any]) -> None:
-    model = random_llama(**changes)
+def test_parameters_are_counted(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    model = random_model(family, **changes)
 
     source = open_weights(save_model(model, tmp_path))
 
     assert source.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_folder_of_the_older_form_says_the_same(tmp_path: Path) -> None:
+    model = random_model("gemma3", num_hidden_layers=7, layer_types=None, sliding_window_pattern=3)
+    newer = open_weights(save_model(model, tmp_path)).config
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("layer_types", "rope_parameters", "dtype", "architectures", "tie_word_embeddings"):
+        config.pop(key, None)
+    config |= {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None}
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert newer.layer_windows == (WINDOW, WINDOW, None, WINDOW, WINDOW, None, WINDOW)
+    assert open_weights(tmp_path).config == newer
 
 
 def test_a_folder_may_hold_several_files(tmp_path: Path) -> None:
@@ -126,7 +99,7 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
     source = open_weights(save_model(random_llama(), tmp_path))
     reports: list[tuple[int, int]] = []
 
-    LlamaModel(
+    Decoder(
         source.config,
         WeightReader(source, torch.float32, lambda done, total: reports.append((done, total))),
         torch.float32,
@@ -142,9 +115,23 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": True}, "q_proj.bias is missing"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "no window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "less than one token"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "attention_bias"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "q_norm.weight is missing"),
+        ({"hidden_size": "wide"}, "cannot be understood"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "does not say factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "part of each"),
         ({"num_key_value_heads": 4}, "cannot share"),
         ({"intermediate_size": 81}, r"gate_proj.*\(80, 48\).*\(81, 48\)"),
         ({"num_hidden_layers": 3}, "model.layers.2.*missing"),
@@ -204,20 +191,28 @@ def test_llama3_scaling_is_read(tmp_path: Path) -> None:
     assert config.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 64)
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_gguf_gives_the_same_as_the_folder(tmp_path: Path, is_tied: bool) -> None:
-    model = random_llama(tie_word_embeddings=is_tied)
-    folder = open_weights(save_model(model, tmp_path / "folder"))
+def rounded_scale(scale: float | None) -> float | None:
+    return None if scale is None else float(np.float32(scale))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen2 with windows"])
+def test_gguf_gives_the_same_as_the_folder(tmp_path: Path, family: str) -> None:
+    model = random_model(family)
+    folder = open_weights(save_model(model, tmp_path / "folder")).config
 
     source = open_weights(write_gguf(model, tmp_path / "model.gguf"))
 
-    config = source.config
-    assert config.has_tied_embeddings is False  # The writer stores the head in both cases.
-    # The file keeps fp32.
-    assert config.rms_norm_eps == pytest.approx(folder.config.rms_norm_eps)
-    assert config == dataclasses.replace(folder.config, rms_norm_eps=config.rms_norm_eps, has_tied_embeddings=False)
+    # The file keeps fp32, and Mistral is Llama there.
+    assert source.config == dataclasses.replace(
+        folder,
+        architecture=LLAMA if folder.architecture == MISTRAL else folder.architecture,
+        rms_norm_eps=float(np.float32(folder.rms_norm_eps)),
+        attention_scale=rounded_scale(folder.attention_scale),
+    )
     for name, tensor in model.state_dict().items():
-        assert torch.equal(source.read(name), tensor)
+        if name != "lm_head.weight" or not folder.has_tied_embeddings:
+            # What Gemma adds to one is stored as the sum.
+            torch.testing.assert_close(source.read(name), tensor, rtol=0, atol=1e-7 if "norm" in name else 0)
     load_all(source)
 
 
@@ -243,15 +238,21 @@ def test_quantized_gguf_is_near_the_original(tmp_path: Path, kind: GgufType, tol
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("family", "changes", "words"),
     [
-        ({"expert_count": 4}, "mixture of experts"),
-        ({"rope_scaling_type": gguf.RopeScalingType.YARN}, "yarn"),
-        ({"rope_dimension_count": 4}, "part of each head"),
+        ("llama", {"expert_count": 4}, "mixture of experts"),
+        ("llama", {"rope_scaling_type": gguf.RopeScalingType.YARN}, r"does not say llama\.rope\.scaling\.factor"),
+        ("llama", {"rope_scaling_type": gguf.RopeScalingType.LONGROPE}, "longrope"),
+        ("llama", {"rope_scaling_attn_factors": 0.5}, r"rope\.scaling\.attn_factor"),
+        ("llama", {"rope_dimension_count": 4}, "part of each head"),
+        ("llama", {"value_length": 4}, "different sizes"),
+        ("qwen2", {"sliding_window": 32}, "in which layers"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ],
 )
-def test_gguf_variants_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    write_gguf(random_llama(), tmp_path / "model.gguf", **changes)
+def test_gguf_variants_are_refused(tmp_path: Path, family: str, changes: dict[str, Any], words: str) -> None:
+    write_gguf(random_model(family), tmp_path / "model.gguf", **changes)
 
     with pytest.raises(ModelLoadFailed, match=words):
         open_weights(tmp_path / "model.gguf")
@@ -281,18 +282,37 @@ def test_gguf_frequency_factors_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     factors = [1.0, 2.0, 4.0, 8.0]
 
-    write_gguf_with_factors(model, path, factors)
+    write_gguf(model, path, more_tensors={"rope_freqs.weight": torch.tensor(factors)})
 
     assert open_weights(path).config.rope_scaling == FrequencyFactors(tuple(factors))
 
 
-def write_gguf_with_factors(model: LlamaForCausalLM, path: Path, factors: list[float]) -> None:
-    class Model:
-        """The model with one tensor more."""
+def test_gguf_scalings_are_read(tmp_path: Path) -> None:
+    kinds = gguf.RopeScalingType
+    linear = write_gguf(
+        random_llama(), tmp_path / "linear.gguf", rope_scaling_type=kinds.LINEAR, rope_scaling_factor=4.0
+    )
+    yarn = write_gguf(
+        random_model("qwen2"),
+        tmp_path / "yarn.gguf",
+        rope_scaling_type=kinds.YARN,
+        rope_scaling_factor=4.0,
+        rope_scaling_orig_ctx_len=128,
+    )
 
-        config = model.config
+    assert open_weights(linear).config.rope_scaling == LinearRopeScaling(4.0)
+    amplitude = 0.1 * math.log(4.0) + 1.0
+    assert open_weights(yarn).config.rope_scaling == YarnRopeScaling(4.0, 128, 32.0, 1.0, amplitude, True)
 
-        def state_dict(self) -> dict[str, torch.Tensor]:
-            return {**model.state_dict(), "rope_freqs.weight": torch.tensor(factors)}
 
-    write_gguf(Model(), path)  # type: ignore[arg-type]
+def test_gemmas_windows_are_known_without_their_keys(tmp_path: Path) -> None:
+    pattern = ["full_attention" if layer == 5 else "sliding_attention" for layer in range(7)]
+    model = random_model("gemma3", num_hidden_layers=7, layer_types=pattern, query_pre_attn_scalar=16)
+    folder = open_weights(save_model(model, tmp_path / "folder")).config
+    path = write_gguf(model, tmp_path / "model.gguf", are_windows_and_scale_said=False)
+
+    config = open_weights(path).config
+
+    assert config.layer_windows == folder.layer_windows == (*[WINDOW] * 5, None, WINDOW)
+    assert (config.window_rope_theta, config.attention_scale) == (10_000.0, None)
+    assert describe(config).operations[0] == describe(folder).operations[0]

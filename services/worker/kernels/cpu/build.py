@@ -44,7 +44,7 @@ _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx51
 _X86_UNITS = {
     "step_avx2.cpp": ("-mavx2", "-mfma"),
     "step_avx512.cpp": _AVX512_FLAGS,
-    "step_amx.cpp": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
+    "step_amx.cpp": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 
 
@@ -127,7 +127,10 @@ def _compile(compiler: str, folder: Path) -> list[Path]:
     units: list[tuple[Path, list[str]]] = [
         (_SOURCES / name, [*flags, *isa_flags]) for name, isa_flags in (_X86_UNITS.items() if is_x86 else ())
     ]
-    units += [(_SOURCES / name, flags) for name in ("step_portable.cpp", "model.cpp", "pool.cpp")]
+    units += [
+        (_SOURCES / name, flags)
+        for name in ("step_portable.cpp", "model.cpp", "packing.cpp", "memory.cpp", "pool.cpp")
+    ]
     units.append((_SOURCES / "module.cpp", [*flags, "-Os", *include]))
     units.append((nanobind_source / "nb_combined.cpp", [*_BINDING_FLAGS, *include, robin_map]))
     # The slowest first, as many at once as there are cores.

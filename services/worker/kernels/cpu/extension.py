@@ -28,7 +28,7 @@ class NativeModel(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the packed weights."""
+        """Bytes of all weights as they are kept."""
         ...
 
     @property
@@ -36,23 +36,43 @@ class NativeModel(Protocol):
         """Name of the instruction set in use."""
         ...
 
-    def set_embedding(self, weight: Bfloat16Bits) -> None:
-        """Pack the embedding ``[vocab_size, hidden_size]``."""
+    def set_embedding(self, weight: Bfloat16Bits, scale: float) -> None:
+        """Pack the embedding ``[vocab_size, hidden_size]``; what comes in is multiplied by ``scale``."""
         ...
 
     def add_attention(
         self,
+        *,
         norm: FloatVector,
         query: Bfloat16Bits,
         key: Bfloat16Bits,
         value: Bfloat16Bits,
         output: Bfloat16Bits,
+        query_bias: FloatVector | None,
+        key_bias: FloatVector | None,
+        value_bias: FloatVector | None,
+        output_bias: FloatVector | None,
+        query_norm: FloatVector | None,
+        key_norm: FloatVector | None,
+        norm_after: FloatVector | None,
+        rotation: int,
+        window: int,
+        softmax_scale: float,
     ) -> None:
-        """Append an attention with rotary positions."""
+        """Append an attention with the rotary positions of this index; a window of 0 is none."""
         ...
 
-    def add_feed_forward(self, norm: FloatVector, gate: Bfloat16Bits, up: Bfloat16Bits, down: Bfloat16Bits) -> None:
-        """Append a gated feed-forward."""
+    def add_feed_forward(
+        self,
+        *,
+        norm: FloatVector,
+        gate: Bfloat16Bits,
+        up: Bfloat16Bits,
+        down: Bfloat16Bits,
+        activation: object,
+        norm_after: FloatVector | None,
+    ) -> None:
+        """Append a gated feed-forward; the activation is one of the module's."""
         ...
 
     def set_head(self, norm: FloatVector, weight: Bfloat16Bits | None) -> None:
@@ -82,8 +102,11 @@ class NativeModel(Protocol):
         """Measure how many bytes a second all threads read; the best of several rounds."""
         ...
 
-    def multiply_rate(self, num_rounds: int) -> float:
-        """Measure how many bfloat16 operations a second all threads do; the best of several rounds."""
+    def multiply_rate(self, num_rounds: int, quantization: str = "none") -> float:
+        """Measure how many operations a second all threads do in registers; the best of several rounds.
+
+        They are those of the products of bfloat16 weights, or with ``quantization="int8"`` of int8 weights.
+        """
         ...
 
 
@@ -100,18 +123,49 @@ class NativeModelFactory(Protocol):
         vocab_size: int,
         block_size: int,
         rms_norm_eps: float,
-        frequencies: FloatVector,
+        frequencies: NDArray[np.float32],
+        amplitudes: FloatVector,
         num_threads: int,
         kernels: str,
+        quantization: str,
     ) -> NativeModel:
-        """Make a model without weights; an empty ``kernels`` chooses the fastest that this processor has."""
+        """Make a model without weights.
+
+        ``frequencies`` ``[num_rotations, head_dim / 2]`` and ``amplitudes`` ``[num_rotations]`` are its kinds of
+        rotary positions. An empty ``kernels`` chooses the fastest that this processor has. ``quantization`` is
+        ``none`` or ``int8``.
+        """
         ...
+
+
+class NativeActivations(Protocol):
+    """The activations by name."""
+
+    SILU: object
+    GELU_TANH: object
 
 
 class Extension(Protocol):
     """The module."""
 
     NativeModel: NativeModelFactory
+    Activation: NativeActivations
+
+    def multiply_rows(
+        self,
+        *,
+        weight: Bfloat16Bits,
+        rows: Bfloat16Bits,
+        to: FloatVector,
+        num_threads: int,
+        kernels: str,
+        quantization: str,
+    ) -> None:
+        """Map ``rows`` ``[num_rows, num_inputs]`` by ``weight`` ``[num_columns, num_inputs]`` into ``to``.
+
+        The weight is packed and multiplied as a step does with one of its weights.
+        """
+        ...
 
     def supported_kernels(self) -> list[str]:
         """Return the names of the instruction sets that this processor can run, the fastest first."""

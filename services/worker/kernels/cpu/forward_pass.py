@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libs.obs import get_logger
+from services.worker.config import Quantization
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.cache import TILE_TOKENS, TiledKVCache
 from services.worker.kernels.cpu.extension import Bfloat16Bits, Extension, FloatVector, NativeModel
 from services.worker.kv_cache import KVCache, KVCachePlan
-from services.worker.layers.rotary import rotary_frequencies
-from services.worker.models.description import Attention, FeedForward, describe_llama
+from services.worker.layers.rotary import rotary_amplitude, rotary_frequencies
+from services.worker.models.description import Activation, Attention, FeedForward, Norm, Projection, describe
+from services.worker.models.parameters import read_bias, read_norm, read_weight
 from services.worker.weights import ModelConfig, WeightReader
 
 _log = get_logger("native_kernels")
@@ -53,10 +55,17 @@ class NativeForwardPass:
         block_size: int,
         num_threads: int,
         kernels: str = "",
+        quantization: Quantization = Quantization.NONE,
     ) -> None:
         self._config = config
         self._model = _load(
-            extension, config, reader, block_size=block_size, num_threads=num_threads, kernels=kernels
+            extension,
+            config,
+            reader,
+            block_size=block_size,
+            num_threads=num_threads,
+            kernels=kernels,
+            quantization=quantization,
         )
         # Kept from step to step: to touch new memory costs more than to fill it.
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
@@ -64,8 +73,14 @@ class NativeForwardPass:
             "native kernels ready",
             kernels=self._model.kernels,
             num_threads=num_threads,
+            quantization=quantization.value,
             weight_bytes=self._model.weight_bytes,
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are kept."""
+        return self._model.weight_bytes
 
     @property
     def native_model(self) -> NativeModel:
@@ -123,8 +138,11 @@ def _load(
     block_size: int,
     num_threads: int,
     kernels: str,
+    quantization: Quantization,
 ) -> NativeModel:
     """Turn the model's description into a plan, packing each weight as it is read."""
+    description = describe(config)
+    rotaries = description.rotaries
     model = extension.NativeModel(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -133,45 +151,81 @@ def _load(
         vocab_size=config.vocab_size,
         block_size=block_size,
         rms_norm_eps=config.rms_norm_eps,
-        frequencies=rotary_frequencies(config).numpy(),
+        frequencies=torch.stack([rotary_frequencies(rotary, config.head_dim) for rotary in rotaries]).numpy(),
+        amplitudes=np.array([rotary_amplitude(rotary) for rotary in rotaries], dtype=np.float32),
         num_threads=num_threads,
         kernels=kernels,
+        quantization=quantization.value,
     )
-    size = config.hidden_size
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    description = describe_llama(config)
-
-    def matrix(name: str, num_rows: int, num_columns: int) -> Bfloat16Bits:
-        return _bits_of(reader.read(name, num_rows, num_columns))
-
-    def vector(name: str) -> FloatVector:
-        return reader.read(name, size).float().numpy()
-
-    model.set_embedding(matrix(description.embedding, config.vocab_size, size))
+    parameters = _Parameters(reader)
+    model.set_embedding(parameters.weight(description.embedding), description.embedding_scale)
     for operation in description.operations:
-        match operation:
-            case Attention():
-                model.add_attention(
-                    vector(operation.norm),
-                    matrix(operation.query, query_size, size),
-                    matrix(operation.key, kv_size, size),
-                    matrix(operation.value, kv_size, size),
-                    matrix(operation.output, size, query_size),
-                )
-            case FeedForward():
-                inner = config.intermediate_size
-                model.add_feed_forward(
-                    vector(operation.norm),
-                    matrix(operation.gate, inner, size),
-                    matrix(operation.up, inner, size),
-                    matrix(operation.down, size, inner),
-                )
-    head = None if description.head is None else matrix(description.head, config.vocab_size, size)
-    model.set_head(vector(description.final_norm), head)
+        if isinstance(operation, Attention):
+            _add_attention(model, operation, rotaries.index(operation.rotary), parameters)
+        else:
+            _add_feed_forward(model, operation, extension, parameters)
+    head = None if description.head is None else parameters.weight(description.head)
+    model.set_head(parameters.norm(description.final_norm), head)
     for name in description.unused:
         reader.skip(name)
     reader.finish()
     return model
+
+
+def _add_attention(model: NativeModel, operation: Attention, rotation: int, parameters: _Parameters) -> None:
+    model.add_attention(
+        norm=parameters.norm(operation.norm),
+        query=parameters.weight(operation.query),
+        key=parameters.weight(operation.key),
+        value=parameters.weight(operation.value),
+        output=parameters.weight(operation.output),
+        query_bias=parameters.optional_bias(operation.query),
+        key_bias=parameters.optional_bias(operation.key),
+        value_bias=parameters.optional_bias(operation.value),
+        output_bias=parameters.optional_bias(operation.output),
+        query_norm=parameters.optional_norm(operation.query_norm),
+        key_norm=parameters.optional_norm(operation.key_norm),
+        norm_after=parameters.optional_norm(operation.norm_after),
+        rotation=rotation,
+        window=operation.window or 0,
+        softmax_scale=operation.scale,
+    )
+
+
+def _add_feed_forward(
+    model: NativeModel, operation: FeedForward, extension: Extension, parameters: _Parameters
+) -> None:
+    activations = {
+        Activation.SILU: extension.Activation.SILU,
+        Activation.GELU_TANH: extension.Activation.GELU_TANH,
+    }
+    model.add_feed_forward(
+        norm=parameters.norm(operation.norm),
+        gate=parameters.weight(operation.gate),
+        up=parameters.weight(operation.up),
+        down=parameters.weight(operation.down),
+        activation=activations[operation.activation],
+        norm_after=parameters.optional_norm(operation.norm_after),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """Reads parameters as the native side takes them."""
+
+    reader: WeightReader
+
+    def weight(self, projection: Projection) -> Bfloat16Bits:
+        return _bits_of(read_weight(self.reader, projection))
+
+    def norm(self, norm: Norm) -> FloatVector:
+        return read_norm(self.reader, norm).numpy()
+
+    def optional_norm(self, norm: Norm | None) -> FloatVector | None:
+        return None if norm is None else self.norm(norm)
+
+    def optional_bias(self, projection: Projection) -> FloatVector | None:
+        return None if projection.bias is None else read_bias(self.reader, projection).numpy()
 
 
 def _bits_of(tensor: Tensor) -> Bfloat16Bits:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
+from services.worker.config import Quantization
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.cache import TiledKVCache
 from services.worker.kernels.cpu.extension import load_extension
@@ -19,7 +20,7 @@ from services.worker.kernels.cpu.forward_pass import NativeForwardPass
 from services.worker.kv_cache import KVCachePlan
 from services.worker.weight_files import open_weights
 from services.worker.weights import WeightReader
-from tests.unit.worker.small_models import random_llama, save_model
+from tests.unit.worker.small_models import random_model, save_model
 
 BLOCK_SIZE = 16
 
@@ -39,12 +40,19 @@ class Part:
     block_ids: Sequence[int]
 
 
-def rounded_llama(**changes: Any) -> LlamaForCausalLM:
+def rounded_model(family: str, **changes: Any) -> PreTrainedModel:
     """Return a model whose weights are bfloat16 values, so that only activations are rounded by the kernels."""
-    model = random_llama(**({"head_dim": 32} | changes))
+    model = random_model(family, **({"head_dim": 32} | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
+    return model
+
+
+def rounded_llama(**changes: Any) -> LlamaForCausalLM:
+    """Return a Llama model whose weights are bfloat16 values."""
+    model = rounded_model("llama", **changes)
+    assert isinstance(model, LlamaForCausalLM)
     return model
 
 
@@ -74,13 +82,14 @@ class NativeLlama:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         folder: Path,
         *,
         kernels: str = "",
         num_threads: int = 2,
         num_blocks: int = 256,
         block_size: int = BLOCK_SIZE,
+        quantization: Quantization = Quantization.NONE,
     ) -> None:
         assert EXTENSION is not None
         source = open_weights(save_model(model, folder))
@@ -93,6 +102,7 @@ class NativeLlama:
             block_size=block_size,
             num_threads=num_threads,
             kernels=kernels,
+            quantization=quantization,
         )
         size = config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * 2
         plan = KVCachePlan(num_blocks=num_blocks, block_size=block_size, bytes_per_block=size)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.config import Quantization
 from tests.unit.worker.kernels.native_models import (
     BLOCK_SIZE,
     EXTENSION,
@@ -20,12 +21,16 @@ from tests.unit.worker.kernels.native_models import (
     rounded_llama,
 )
 from tests.unit.worker.small_models import VOCAB_SIZE, expected_logits
-from tests.unit.worker.test_llama import LLAMA3_ROPE
+from tests.unit.worker.test_decoder import LLAMA3_ROPE
 
 pytestmark = needs_kernels
 
 # Activations are rounded to 8 bits some ten times in two layers, and errors of single logits average out.
 RELATIVE_ERROR = 0.03
+# Weights are rounded as well, both to 127 steps of the largest value of 64 to 130; seen: up to 0.060.
+INT8_RELATIVE_ERROR = 0.08
+
+QUANTIZATIONS = list(Quantization)
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -75,6 +80,22 @@ def test_logits_are_near_transformers_in_fp32(tmp_path: Path, changes: dict[str,
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_logits_in_int8_are_near_transformers_in_fp32(
+    tmp_path: Path, changes: dict[str, Any], kernels: str
+) -> None:
+    reference = rounded_llama(**changes)
+    native = NativeLlama(reference, tmp_path, kernels=kernels, quantization=Quantization.INT8)
+    tokens = random_tokens(70)
+    lengths = (1, 2, 15, 16, 17, 33, 70)
+
+    logits = native.last_logits(*(Part(tokens[:n], 0, blocks_for(n, seed)) for seed, n in enumerate(lengths)))
+
+    expected = expected_logits(reference, tokens)[[n - 1 for n in lengths]]
+    assert relative_error(logits, expected) < INT8_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_context_at_the_models_limit(tmp_path: Path, kernels: str) -> None:
     reference = rounded_llama()
     native = NativeLlama(reference, tmp_path, kernels=kernels)
@@ -98,7 +119,7 @@ def test_the_block_size_does_not_change_logits(tmp_path: Path, block_size: int) 
     assert torch.equal(logits, narrow.last_logits(Part(tokens, 0, blocks_for(100, 2))))
 
 
-class _Sequences:
+class Sequences:
     """Sequences that have been computed alone, token by token, and their logits at each position."""
 
     def __init__(self, native: NativeLlama, lengths: list[int]) -> None:
@@ -110,31 +131,43 @@ class _Sequences:
             for index, length in enumerate(lengths)
         ]
 
+    def draw(self, rng: np.random.Generator) -> tuple[list[int], list[int], list[int]]:
+        """Return which sequences a batch holds, and the first and last of the tokens that it computes of each."""
+        num_sequences = len(self.token_ids)
+        chosen = rng.permutation(num_sequences)[: rng.integers(1, num_sequences + 1)].tolist()
+        ends = [int(rng.integers(1, len(self.token_ids[index]) + 1)) for index in chosen]
+        # Half of the parts are one token, as they are when sequences produce.
+        starts = [end - 1 if rng.random() < 0.5 else int(rng.integers(0, end)) for end in ends]
+        return chosen, starts, ends
+
     def part(self, index: int, start: int, end: int) -> Part:
         return Part(self.token_ids[index][:end], start, self.block_ids[index])
 
 
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_row_does_not_depend_on_its_batch_or_on_chunks(tmp_path: Path, kernels: str, num_threads: int) -> None:
-    native = NativeLlama(rounded_llama(), tmp_path, kernels=kernels, num_threads=num_threads)
+def test_a_row_does_not_depend_on_its_batch_or_on_chunks(
+    tmp_path: Path, kernels: str, num_threads: int, quantization: Quantization
+) -> None:
+    native = NativeLlama(
+        rounded_llama(), tmp_path, kernels=kernels, num_threads=num_threads, quantization=quantization
+    )
     lengths = [1, 5, 16, 17, 40, 64, 100, 290]
-    sequences = _Sequences(native, lengths)
+    sequences = Sequences(native, lengths)
     rng = np.random.default_rng(3)
 
     for _ in range(150):
-        chosen = rng.permutation(len(lengths))[: rng.integers(1, len(lengths) + 1)].tolist()
-        ends = [int(rng.integers(1, lengths[index] + 1)) for index in chosen]
-        # Half of the parts are one token, as they are when sequences produce.
-        starts = [end - 1 if rng.random() < 0.5 else int(rng.integers(0, end)) for end in ends]
+        chosen, starts, ends = sequences.draw(rng)
         logits = native.last_logits(*map(sequences.part, chosen, starts, ends))
 
         expected = torch.stack([sequences.logits[i][end - 1] for i, end in zip(chosen, ends, strict=True)])
         assert torch.equal(logits, expected), (chosen, starts, ends)
 
 
-def test_many_rows_at_once_are_what_they_are_alone(tmp_path: Path) -> None:
-    native = NativeLlama(rounded_llama(), tmp_path, num_blocks=1024)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_many_rows_at_once_are_what_they_are_alone(tmp_path: Path, quantization: Quantization) -> None:
+    native = NativeLlama(rounded_llama(), tmp_path, num_blocks=1024, quantization=quantization)
     tokens = random_tokens(500)
     alone = native.last_logits(Part(tokens, 0, blocks_for(500, 1)))
 
@@ -184,11 +217,12 @@ def test_clearing_slots_leaves_what_was_before_them(tmp_path: Path) -> None:
     assert all(torch.equal(layer, before) for layer, before in zip(native.cache.layers, expected, strict=True))
 
 
-def test_a_row_that_is_not_a_number_is_told_and_spoils_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_row_that_is_not_a_number_is_told_and_spoils_no_other(tmp_path: Path, quantization: Quantization) -> None:
     model = rounded_llama()
     with torch.no_grad():
         model.model.embed_tokens.weight[70] = float("nan")
-    native = NativeLlama(model, tmp_path)
+    native = NativeLlama(model, tmp_path, quantization=quantization)
     good = Part(random_tokens(20), 0, [1, 2])
     alone = native.last_logits(good)
 

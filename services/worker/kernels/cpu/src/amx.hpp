@@ -1,9 +1,9 @@
-// Products in tiles: sixteen rows with sixteen columns over thirty-two inputs in one instruction (Intel AMX).
+// Products in tiles: sixteen rows with sixteen columns over sixteen groups of inputs in one instruction (Intel AMX).
 //
 // Owns tile registers and their shapes. It must not know models. A panel of a weight and a tile of keys or values
-// already lie in memory as tiles do: a line of a tile is a pair of inputs of sixteen columns. An instruction adds the
+// already lie in memory as tiles do: a line of a tile is a group of inputs of sixteen columns. An instruction adds the
 // products of a row in an order of its own that depends on nothing else, so results do not depend on the batch here
-// either; they differ in their last bits from those of other instruction sets.
+// either; those in bfloat16 differ in their last bits from those of other instruction sets.
 #pragma once
 
 #include "simd.hpp"
@@ -13,7 +13,8 @@ namespace {
 
 constexpr int kTileRows = 16;
 constexpr int kTileLineBytes = 64;
-constexpr int kTileInputs = 32;  // of a row, in one instruction
+constexpr int kTileGroups = 16;  // of inputs, in one instruction
+constexpr int kTileInputs = 2 * kTileGroups;  // in bfloat16
 
 // Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns.
 constexpr int kFirstRowTile = 4, kFirstColumnTile = 6;
@@ -62,9 +63,12 @@ OCTAVO_INLINE void store_tile(void* to, ptrdiff_t line_stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(line_stride), "i"(TILE) : "memory");
 }
 
-template <int SUM, int ROW, int COLUMN>
+template <class Groups, int SUM, int ROW, int COLUMN>
 OCTAVO_INLINE void add_tile_products() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROW), "i"(COLUMN) : "memory");
+    if constexpr (Groups::kIsInt8)
+        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROW), "i"(COLUMN) : "memory");
+    else
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROW), "i"(COLUMN) : "memory");
 }
 
 OCTAVO_INLINE void prefetch_lines(const void* from, int num_bytes) {
@@ -89,7 +93,7 @@ constexpr Fetch kFetchNothing = {nullptr, 0};
 
 // Writes the sums of ROWS tiles of rows with COLUMNS tiles of columns to `to`, lines `to_stride` bytes apart and column
 // tiles `kTileLineBytes`. Sums that go on begin with what is there.
-template <int ROWS, int COLUMNS>
+template <class Groups, int ROWS, int COLUMNS>
 __attribute__((noinline)) void tile_products(char* to, ptrdiff_t to_stride, bool goes_on,
                                              const TileView (&rows)[ROWS], const TileView (&columns)[COLUMNS],
                                              int num_steps, Fetch fetch) {
@@ -115,7 +119,7 @@ __attribute__((noinline)) void tile_products(char* to, ptrdiff_t to_stride, bool
                 // Two tiles of rows stay where they are for all columns.
                 if (j == 0 || ROWS > 2)
                     load_tile<kRow>(rows[i].first + step * rows[i].input_stride, rows[i].line_stride);
-                add_tile_products<i * COLUMNS + j, kRow, kColumn>();
+                add_tile_products<Groups, i * COLUMNS + j, kRow, kColumn>();
             });
         });
     }

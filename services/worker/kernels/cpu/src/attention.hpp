@@ -24,12 +24,15 @@ class TileAttention {
           group_size_(shape_.num_heads / shape_.num_kv_heads),
           num_rows_(queries.num_queries * group_size_),
           num_tiles_(queries.first_position / kTileTokens + 1),
+          window_(operation.window ? operation.window : INT32_MAX),
+          first_tile_(first_visible(queries.first_position) / kTileTokens),
+          scale_(1.44269504f * operation.softmax_scale),
           table_(step.batch->block_tables + (ptrdiff_t)queries.sequence * step.batch->max_blocks),
           cache_(operation.cache + (ptrdiff_t)kv_head * 2 * kTileTokens * shape_.head_dim),
           first_head_(((ptrdiff_t)queries.first_row * shape_.num_heads + kv_head * group_size_) * shape_.head_dim) {
         const int max_rows = kTileTokens * group_size_;
         scores_ = (float*)scratch;
-        sums_ = scores_ + (ptrdiff_t)max_rows * kChunkTokens;
+        sums_ = scores_ + (ptrdiff_t)max_rows * kChunkTokens + kScoreSlack;
         maxima_ = sums_ + (ptrdiff_t)max_rows * shape_.head_dim;
         totals_ = maxima_ + max_rows;
         corrections_ = totals_ + max_rows;
@@ -41,8 +44,11 @@ class TileAttention {
     void run(const bf16* queries, bf16* attended, const TileAttention* next) {
         next_ = next;
         copy_queries(queries);
-        for (int first = 0; first < num_tiles_; first += kChunkTiles) {
-            const Range tiles = {first, at_most(first + kChunkTiles, num_tiles_)};
+        // Tiles before the window are left out. Where chunks begin does not depend on it, and a tile that is masked
+        // from end to end adds nothing, so a row's result is the same whichever row of the tile is the first.
+        for (int first = first_tile_; first < num_tiles_;) {
+            const Range tiles = {first, at_most(first / kChunkTiles * kChunkTiles + kChunkTiles, num_tiles_)};
+            first = tiles.end;
             score(tiles);
             for (int row = 0; row < num_rows_; ++row) weigh(row, tiles);
             add_values(tiles);
@@ -63,8 +69,8 @@ class TileAttention {
         const bf16* keys = nullptr;
         if (index + kChunkTiles < num_tiles_)
             keys = tile(index + kChunkTiles);
-        else if (next_ && index % kChunkTiles < next_->num_tiles_)
-            keys = next_->tile(index % kChunkTiles);
+        else if (next_ && next_->first_tile_ + index % kChunkTiles < next_->num_tiles_)
+            keys = next_->tile(next_->first_tile_ + index % kChunkTiles);
         return keys ? (const char*)keys - (const char*)(tile(index) + kTileTokens * shape_.head_dim) : 0;
     }
 
@@ -92,7 +98,7 @@ class TileAttention {
             for (const TileView& keys : columns)
                 prefetch_lines(keys.first + kTileTokens * row_bytes, kTileTokens * (int)row_bytes);
         float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
-        tile_products<ROW_TILES, TILES>((char*)to, kChunkTokens * sizeof(float), false, rows, columns,
+        tile_products<Bfloat16Pairs, ROW_TILES, TILES>((char*)to, kChunkTokens * sizeof(float), false, rows, columns,
                                         shape_.head_dim / kTileInputs, kFetchNothing);
     }
 
@@ -116,8 +122,9 @@ class TileAttention {
         for (int j = 0; j < TILES; ++j) columns[j] = (const char*)tile(at_most(tiles.first + j, tiles.end - 1));
         // While keys are scored the values beside them are fetched.
         constexpr bool kPrefetch = is_bound_by_memory(ROWS);
-        products<ROWS, TILES, kPrefetch>(sums, rows_ + first_row * shape_.head_dim, shape_.head_dim, columns, 64,
-                                         shape_.head_dim / 2, kTileTokens * shape_.head_dim * (int)sizeof(bf16));
+        const ptrdiff_t row_bytes = shape_.head_dim * (ptrdiff_t)sizeof(bf16);
+        products<Bfloat16Pairs, ROWS, TILES, kPrefetch>(sums, (const char*)rows_ + first_row * row_bytes, row_bytes,
+                                                        columns, 64, shape_.head_dim / 2, kTileTokens * row_bytes);
         float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
         for (int i = 0; i < ROWS; ++i)
             for (int j = 0; j < TILES; ++j) store(to + i * kChunkTokens + j * kTileTokens, sums[i * TILES + j]);
@@ -132,32 +139,40 @@ class TileAttention {
     }
 #endif
 
-    // Lanes below `count` of `values`, `other` elsewhere.
-    static OCTAVO_INLINE Vec first_lanes(Vec values, int count, Vec other) {
+    OCTAVO_INLINE int first_visible(int position) const { return position < window_ ? 0 : position + 1 - window_; }
+
+    // Lanes from `first` to below `end` of `values`, `other` elsewhere.
+    static OCTAVO_INLINE Vec lanes_between(Vec values, int first, int end, Vec other) {
         alignas(64) static const int32_t kIndices[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        OCTAVO_PARTS((load_as<Ints>(kIndices + i * kPartLanes) < Ints{} + count) ? values.part[i] : other.part[i]);
+        if (first <= 0 && end >= kLanes) return values;  // As nearly always.
+        OCTAVO_PARTS((load_as<Ints>(kIndices + i * kPartLanes) < Ints{} + end) &
+                             (load_as<Ints>(kIndices + i * kPartLanes) >= Ints{} + first)
+                         ? values.part[i]
+                         : other.part[i]);
     }
 
     // Turns a row's scores into weights relative to the largest score so far.
     void weigh(int row, Range tiles) {
         const int position = queries_.first_position + row / group_size_;
-        const int limit = at_most(kChunkTokens, position + 1 - tiles.first * kTileTokens);
-        const int num_tokens = (tiles.end - tiles.first) * kTileTokens;
+        // All counted from the chunk's first token.
+        const int chunk = tiles.first / kChunkTiles * kChunkTiles;
+        const int limit = at_most(kChunkTokens, position + 1 - chunk * kTileTokens);
+        const int visible = first_visible(position) - chunk * kTileTokens;
+        const int first_token = (tiles.first - chunk) * kTileTokens, end_token = (tiles.end - chunk) * kTileTokens;
         const float* scores = scores_ + (ptrdiff_t)row * kChunkTokens;
         bf16* weights = weights_ + (ptrdiff_t)row * kChunkTokens;
         const Vec lowest = splat(-3e38f);
         Vec largest = lowest;
-        for (int i = 0; i < num_tokens; i += kLanes)
-            largest = max(first_lanes(load(scores + i), limit - i, lowest), largest);
+        for (int i = first_token; i < end_token; i += kLanes)
+            largest = max(lanes_between(load(scores + i), visible - i, limit - i, lowest), largest);
+        const bool is_first = tiles.first == first_tile_;
         // Scores are scaled here and not in the queries, which are rounded.
-        const float scale = 1.44269504f / __builtin_sqrtf((float)shape_.head_dim);
-        const bool is_first = tiles.first == 0;
-        const float scaled = max_of(largest) * scale, before = maxima_[row];
+        const float scaled = max_of(largest) * scale_, before = maxima_[row];
         const float maximum = is_first || scaled > before ? scaled : before;
         Vec total = zero();
-        for (int i = 0; i < num_tokens; i += kLanes) {
-            const Vec weight = exp2_of(load(scores + i) * splat(scale) - splat(maximum));
-            const Vec kept = first_lanes(weight, limit - i, zero());
+        for (int i = first_token; i < end_token; i += kLanes) {
+            const Vec weight = exp2_of(load(scores + i) * splat(scale_) - splat(maximum));
+            const Vec kept = lanes_between(weight, visible - i, limit - i, zero());
             total = total + kept;
             store_bf16(weights + i, kept);
         }
@@ -179,7 +194,7 @@ class TileAttention {
         const ptrdiff_t sum_stride = (ptrdiff_t)shape_.head_dim * sizeof(float);
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
             constexpr int j = decltype(column)::value;
-            if (tiles.first == 0)
+            if (tiles.first == first_tile_)
                 clear_tile<j>();
             else
                 load_tile<j>(sums + j * kTileLineBytes, sum_stride);
@@ -187,14 +202,14 @@ class TileAttention {
         for (int index = tiles.first; index < tiles.end; ++index) {
             const char* values = (const char*)(tile(index) + kTileTokens * shape_.head_dim + 2 * first_column);
             load_tile<kFirstRowTile>(
-                weights_ + (ptrdiff_t)first_row * kChunkTokens + (index - tiles.first) * kTileTokens,
+                weights_ + (ptrdiff_t)first_row * kChunkTokens + index % kChunkTiles * kTileTokens,
                 kChunkTokens * sizeof(bf16));
             if constexpr (PREFETCH)
                 prefetch_lines(values + distance_to_next_keys(index), COLUMNS * kTileRows * kTileLineBytes / 2);
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
                 constexpr int j = decltype(column)::value, kColumn = kFirstColumnTile + j % 2;
                 load_tile<kColumn>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
-                add_tile_products<j, kFirstRowTile, kColumn>();
+                add_tile_products<Bfloat16Pairs, j, kFirstRowTile, kColumn>();
             });
         }
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
@@ -221,7 +236,7 @@ class TileAttention {
 
     void add_values(Range tiles) {
         load_shapes(kHalfShapes);
-        if (tiles.first != 0) correct_sums();
+        if (tiles.first != first_tile_) correct_sums();
         if (num_rows_ <= kTileRows)
             add_rows<true>(tiles, 0);
         else
@@ -235,9 +250,10 @@ class TileAttention {
             constexpr int i = decltype(row)::value;
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
                 constexpr int j = decltype(column)::value;
-                sums[i][j] = tiles.first == 0 ? zero()
-                                              : load(sum_at(first_row + i, first_column + j * kLanes)) *
-                                                    splat(corrections_[first_row + i]);
+                sums[i][j] = tiles.first == first_tile_
+                                 ? zero()
+                                 : load(sum_at(first_row + i, first_column + j * kLanes)) *
+                                       splat(corrections_[first_row + i]);
             });
         });
         for (int index = tiles.first; index < tiles.end; ++index) {
@@ -246,9 +262,10 @@ class TileAttention {
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
                 columns[decltype(column)::value] = (const char*)values + decltype(column)::value * 64;
             });
-            accumulate<ROWS, COLUMNS, is_bound_by_memory(ROWS)>(
-                sums, weights_ + (ptrdiff_t)first_row * kChunkTokens + (index - tiles.first) * kTileTokens,
-                kChunkTokens, columns, shape_.head_dim * 4, kTileTokens / 2, distance_to_next_keys(index));
+            accumulate<Bfloat16Pairs, ROWS, COLUMNS, is_bound_by_memory(ROWS)>(
+                sums,
+                (const char*)(weights_ + (ptrdiff_t)first_row * kChunkTokens + index % kChunkTiles * kTileTokens),
+                kChunkTokens * sizeof(bf16), columns, shape_.head_dim * 4, kTileTokens / 2, distance_to_next_keys(index));
         }
         unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
             constexpr int i = decltype(row)::value;
@@ -284,6 +301,9 @@ class TileAttention {
     const Shape& shape_;
     const QueryTile& queries_;
     const int group_size_, num_rows_, num_tiles_;
+    const int window_;
+    const int first_tile_;  // with a key that a query sees
+    const float scale_;     // of scores, for powers of two
     const int32_t* table_;
     const bf16* cache_;
     const ptrdiff_t first_head_;  // of the tile's first query, in a row of all heads

@@ -2,23 +2,15 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
-#include <cstring>
-#include <new>
 #include <stdexcept>
 
 #if defined(__linux__)
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace octavo {
 namespace {
-
-constexpr size_t kHugePageBytes = size_t{2} << 20;
-constexpr size_t kAlignment = 64;
-constexpr size_t kArenaPieceBytes = size_t{32} << 20;
 
 int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -30,70 +22,58 @@ void require_shape(const Matrix& matrix, int64_t num_rows, int64_t num_columns, 
     require(matrix.num_rows == num_rows && matrix.num_columns == num_columns, message);
 }
 
-// Packs one panel: columns[i] is the row of the weight that becomes column i, or null for a column of zeros.
-void pack_panel(const Panels& panels, int64_t panel, const bf16* const (&columns)[kPanelColumns], int64_t num_inputs) {
-    bf16* to = const_cast<bf16*>(panels.data) + panel * panels.num_pairs * kPanelColumns * 2;
-    for (int64_t input = 0; input < num_inputs; input += 2)
-        for (const bf16* column : columns) {
-            *to++ = column ? column[input] : 0;
-            *to++ = column && input + 1 < num_inputs ? column[input + 1] : 0;
-        }
-}
-
 const bf16* row_or_null(const Matrix& matrix, int64_t row) {
     return row < matrix.num_rows ? matrix.data + row * matrix.num_columns : nullptr;
 }
 
-// Packs rows in their order; returns the panel after the last one.
-int64_t pack_in_order(const Panels& panels, int64_t panel, const Matrix& matrix) {
-    for (int64_t first = 0; first < matrix.num_rows; first += kPanelColumns, ++panel) {
-        const bf16* columns[kPanelColumns];
-        for (int i = 0; i < kPanelColumns; ++i) columns[i] = row_or_null(matrix, first + i);
-        pack_panel(panels, panel, columns, matrix.num_columns);
-    }
-    return panel;
+// Appends rows in their order, as whole panels.
+void append_in_order(Columns& columns, const Matrix& matrix) {
+    for (int64_t row = 0; row < rounded_up(matrix.num_rows, kPanelColumns); ++row)
+        columns.push_back(row_or_null(matrix, row));
 }
 
-// Packs heads so that the two values that are rotated together lie in the two vectors of one panel.
-int64_t pack_rotated(const Panels& panels, int64_t panel, const Matrix& matrix, int head_dim) {
+// Appends heads so that the two values that are rotated together lie in the two vectors of one panel.
+void append_rotated(Columns& columns, const Matrix& matrix, int head_dim) {
     const int half_panel = kPanelColumns / 2, half = head_dim / 2;
     for (int64_t head = 0; head < matrix.num_rows; head += head_dim)
-        for (int first = 0; first < half; first += half_panel, ++panel) {
-            const bf16* columns[kPanelColumns];
-            for (int i = 0; i < half_panel; ++i) {
-                columns[i] = row_or_null(matrix, head + first + i);
-                columns[half_panel + i] = row_or_null(matrix, head + half + first + i);
-            }
-            pack_panel(panels, panel, columns, matrix.num_columns);
-        }
-    return panel;
+        for (int first = 0; first < half; first += half_panel)
+            for (int64_t row : {head + first, head + half + first})
+                for (int i = 0; i < half_panel; ++i) columns.push_back(row_or_null(matrix, row + i));
 }
 
-// Packs sixteen gates and the sixteen ups that they open into each panel.
-void pack_gated(const Panels& panels, const Matrix& gate, const Matrix& up) {
+// Appends panels of sixteen gates and the sixteen ups that they open.
+void append_gated(Columns& columns, const Matrix& gate, const Matrix& up) {
     const int half_panel = kPanelColumns / 2;
-    for (int64_t panel = 0; panel < panels.num_panels; ++panel) {
-        const bf16* columns[kPanelColumns];
-        for (int i = 0; i < half_panel; ++i) {
-            columns[i] = row_or_null(gate, panel * half_panel + i);
-            columns[half_panel + i] = row_or_null(up, panel * half_panel + i);
-        }
-        pack_panel(panels, panel, columns, gate.num_columns);
-    }
+    for (int64_t first = 0; first < rounded_up(gate.num_rows, kPanelColumns); first += half_panel)
+        for (const Matrix* matrix : {&gate, &up})
+            for (int i = 0; i < half_panel; ++i) columns.push_back(row_or_null(*matrix, first + i));
 }
 
-size_t scratch_bytes(const Shape& shape) {
+// Puts the biases of heads in the order of append_rotated.
+float* rotate_bias(float* to, Values bias, int head_dim) {
+    const int half_panel = kPanelColumns / 2, half = head_dim / 2;
+    for (int64_t head = 0; head < bias.count; head += head_dim)
+        for (int first = 0; first < half; first += half_panel)
+            for (int part : {first, half + first})
+                to = std::copy_n(bias.data + head + part, half_panel, to);
+    return to;
+}
+
+// What a thread needs for attention or to round a row of an int8 weight's inputs.
+size_t scratch_bytes(const Shape& shape, int64_t max_inputs) {
     const size_t rows = (size_t)kTileTokens * (size_t)(shape.num_heads / shape.num_kv_heads);
     const size_t chunk = (size_t)kChunkTiles * kTileTokens;
-    const size_t values = rows * (chunk * (sizeof(float) + sizeof(bf16)) +
+    const size_t attention = (size_t)kScoreSlack * sizeof(float) +
+                             rows * (chunk * (sizeof(float) + sizeof(bf16)) +
                                   (size_t)shape.head_dim * (sizeof(float) + sizeof(bf16)) + 3 * sizeof(float));
-    return (size_t)rounded_up((int64_t)values, 4096);
+    return (size_t)rounded_up(std::max((int64_t)attention, max_inputs * (int64_t)sizeof(float)), 4096);
 }
 
 #if defined(OCTAVO_X86)
-bool has_avx512_bf16() {
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+bool has_avx512_products() {
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
 }
 
 // Tiles are large, so that Linux gives them only to processes that ask (arch_prctl, ARCH_REQ_XCOMP_PERM).
@@ -101,6 +81,7 @@ bool may_use_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     static const bool may_use = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                                __builtin_cpu_supports("amx-int8") &&
                                 syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     return may_use;
 #else
@@ -121,51 +102,50 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
-Buffer::Buffer(size_t num_bytes) { reserve(num_bytes); }
-
-void Buffer::Free::operator()(void* memory) const { std::free(memory); }
-
-void Buffer::reserve(size_t num_bytes) {
-    if (num_bytes <= num_bytes_) return;
-    memory_.reset();
-    num_bytes_ = 0;
-    const size_t alignment = num_bytes >= kHugePageBytes ? kHugePageBytes : kAlignment;
-    const size_t size = (size_t)rounded_up((int64_t)num_bytes, (int64_t)alignment);
-    memory_.reset(std::aligned_alloc(alignment, size));
-    if (!memory_) throw std::bad_alloc();
-#if defined(__linux__)
-    if (alignment == kHugePageBytes) madvise(memory_.get(), size, MADV_HUGEPAGE);
-#endif
-    std::memset(memory_.get(), 0, size);
-    num_bytes_ = size;
-}
-
-void* Arena::allocate(size_t num_bytes) {
-    const size_t size = (size_t)rounded_up((int64_t)num_bytes, (int64_t)kAlignment);
-    if (size > free_bytes_) {
-        free_bytes_ = std::max(size, kArenaPieceBytes);
-        pieces_.emplace_back(free_bytes_);
-        free_ = pieces_.back().as<char>();
-    }
-    void* allocated = free_;
-    free_ += size;
-    free_bytes_ -= size;
-    return allocated;
-}
-
 std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> kernels;
 #if defined(OCTAVO_X86)
-    if (has_avx512_bf16() && may_use_tiles()) kernels.push_back(&amx_kernels());
-    if (has_avx512_bf16()) kernels.push_back(&avx512_kernels());
+    if (has_avx512_products() && may_use_tiles()) kernels.push_back(&amx_kernels());
+    if (has_avx512_products()) kernels.push_back(&avx512_kernels());
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&avx2_kernels());
 #endif
     kernels.push_back(&portable_kernels());
     return kernels;
 }
 
-NativeModel::NativeModel(const Shape& shape, Values frequencies, int num_threads, const std::string& kernels)
-    : kernels_(kernels_named(kernels)), num_threads_(num_threads) {
+void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, float* to, int num_threads,
+                   const std::string& kernels) {
+    require(rows.num_columns == weight.num_columns, "The rows have another number of inputs than the weight.");
+    require(num_threads > 0, "Rows need a thread.");
+    Columns columns;
+    append_in_order(columns, weight);
+    Arena memory;
+    const Panels panels = pack_weight(type, columns, weight.num_columns, num_threads, memory);
+    const int64_t stride = rounded_up(rows.num_columns, kPanelColumns), num_inputs = padded_inputs(panels);
+    const int64_t num_rows = rounded_up(rows.num_rows, kMaxRowsAtOnce);
+    Buffer inputs((size_t)(num_rows * stride) * sizeof(bf16));
+    for (int64_t row = 0; row < rows.num_rows; ++row)
+        std::copy_n(rows.data + row * rows.num_columns, rows.num_columns, inputs.as<bf16>() + row * stride);
+    Buffer quantized((size_t)(num_rows * (num_inputs + kQuantizedRowEnd)));
+    const size_t scratch_stride = (size_t)rounded_up(num_inputs * (int64_t)sizeof(float), 4096);
+    Buffer scratch(scratch_stride * (size_t)num_threads);
+    Workspace workspace{};
+    workspace.quantized = quantized.as<char>();
+    workspace.scratch = scratch.as<char>();
+    workspace.scratch_stride = scratch_stride;
+    Batch batch{};
+    batch.num_tokens = (int)rows.num_rows;
+    Pool pool(num_threads, 1);
+    const Step step = {nullptr, &batch, &workspace, &pool};
+    pool.run([&](int thread) {
+        kernels_named(kernels).multiply_rows(step, thread, panels, inputs.as<bf16>(), (int)stride, to,
+                                             (int)weight.num_rows);
+    });
+}
+
+NativeModel::NativeModel(const Shape& shape, ValueType type, const Rotations& rotations, int num_threads,
+                         const std::string& kernels)
+    : kernels_(kernels_named(kernels)), type_(type), num_threads_(num_threads) {
     require(shape.hidden_size > 0 && shape.vocab_size > 0, "A model has a hidden size and a vocabulary.");
     require(shape.num_kv_heads > 0 && shape.num_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
             "Query heads must share KV heads evenly.");
@@ -175,33 +155,59 @@ NativeModel::NativeModel(const Shape& shape, Values frequencies, int num_threads
     require(num_threads > 0, "A model needs a thread.");
     model_.shape = shape;
     model_.shape.hidden_stride = (int)rounded_up(shape.hidden_size, kPanelColumns);
-    model_.frequencies = keep(frequencies, shape.head_dim / 2, shape.head_dim / 2);
+    model_.num_rotations = (int)rotations.amplitudes.count;
+    require(model_.num_rotations > 0, "A model has a kind of rotation.");
+    const int64_t num_frequencies = (int64_t)model_.num_rotations * shape.head_dim / 2;
+    model_.frequencies = keep(rotations.frequencies, num_frequencies, num_frequencies);
+    model_.amplitudes = keep(rotations.amplitudes, model_.num_rotations, model_.num_rotations);
 }
 
-Panels NativeModel::make_panels(int64_t num_columns, int64_t num_inputs) {
-    const int64_t num_panels = rounded_up(num_columns, kPanelColumns) / kPanelColumns;
-    // Rows of activations are padded to whole vectors, so the weight is padded to the same number of inputs.
-    const int64_t num_pairs = rounded_up(num_inputs, kPanelColumns) / 2;
-    const size_t num_bytes = (size_t)(num_panels * num_pairs * kPanelColumns * 2) * sizeof(bf16);
-    weight_bytes_ += num_bytes;
-    return {static_cast<bf16*>(weights_.allocate(num_bytes)), (int)num_panels, (int)num_pairs};
+Panels NativeModel::pack(const Columns& columns, int64_t num_inputs) {
+    const Panels panels = pack_weight(type_, columns, num_inputs, num_threads_, weights_);
+    weight_bytes_ += (size_t)panels.num_panels * panels.panel_bytes;
+    max_inputs_ = std::max(max_inputs_, padded_inputs(panels));
+    return panels;
 }
 
 const float* NativeModel::keep(Values values, int64_t count, int64_t padded) {
     require(values.count == count, "A vector has another length than the model's shape says.");
+    weight_bytes_ += (size_t)padded * sizeof(float);
     float* kept = static_cast<float*>(weights_.allocate((size_t)padded * sizeof(float)));
     std::copy(values.data, values.data + count, kept);
     return kept;
 }
 
-void NativeModel::set_embedding(Matrix weight) {
-    const Shape& shape = model_.shape;
-    require_shape(weight, shape.vocab_size, shape.hidden_size, "The embedding has another shape than the model.");
-    model_.embedding = make_panels(weight.num_rows, weight.num_columns);
-    pack_in_order(model_.embedding, 0, weight);
+const float* NativeModel::keep_optional(Values values, int64_t count, int64_t padded) {
+    return values.data ? keep(values, count, padded) : nullptr;
 }
 
-void NativeModel::add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output) {
+const float* NativeModel::keep_first_bias(const AttentionDetails& details) {
+    const Values query = details.query_bias, key = details.key_bias, value = details.value_bias;
+    require(!query.data == !key.data && !key.data == !value.data,
+            "Queries, keys and values have a bias together or not at all.");
+    if (!query.data) return nullptr;
+    const Shape& shape = model_.shape;
+    const int64_t kv_size = (int64_t)shape.num_kv_heads * shape.head_dim;
+    require(query.count == (int64_t)shape.num_heads * shape.head_dim && key.count == kv_size && value.count == kv_size,
+            "A bias has another length than the model's shape says.");
+    std::vector<float> packed((size_t)(query.count + 2 * kv_size));
+    float* to = rotate_bias(packed.data(), query, shape.head_dim);
+    to = rotate_bias(to, key, shape.head_dim);
+    std::copy_n(value.data, kv_size, to);
+    return keep({packed.data(), (int64_t)packed.size()}, (int64_t)packed.size(), (int64_t)packed.size());
+}
+
+void NativeModel::set_embedding(Matrix weight, float scale) {
+    const Shape& shape = model_.shape;
+    require_shape(weight, shape.vocab_size, shape.hidden_size, "The embedding has another shape than the model.");
+    Columns columns;
+    append_in_order(columns, weight);
+    model_.embedding = pack(columns, shape.hidden_size);
+    model_.embedding_scale = scale;
+}
+
+void NativeModel::add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output,
+                                const AttentionDetails& details) {
     const Shape& shape = model_.shape;
     const int64_t query_size = (int64_t)shape.num_heads * shape.head_dim;
     const int64_t kv_size = (int64_t)shape.num_kv_heads * shape.head_dim;
@@ -209,19 +215,34 @@ void NativeModel::add_attention(Values norm, Matrix query, Matrix key, Matrix va
     require_shape(key, kv_size, shape.hidden_size, "The key weight has another shape than the model.");
     require_shape(value, kv_size, shape.hidden_size, "The value weight has another shape than the model.");
     require_shape(output, shape.hidden_size, query_size, "The output weight has another shape than the model.");
+    require(details.rotation >= 0 && details.rotation < model_.num_rotations, "The model has no such rotation.");
+    require(details.window >= 0, "A window holds a token or more, or is 0 for all tokens.");
+    require(!details.query_norm.data == !details.key_norm.data, "Queries and keys are normed together or not at all.");
     Operation operation{};
     operation.kind = OperationKind::kAttention;
+    operation.first_bias = keep_first_bias(details);
+    operation.second_bias = keep_optional(details.output_bias, shape.hidden_size, shape.hidden_stride);
+    operation.query_norm = keep_optional(details.query_norm, shape.head_dim, shape.head_dim);
+    operation.key_norm = keep_optional(details.key_norm, shape.head_dim, shape.head_dim);
+    operation.norm_after = keep_optional(details.norm_after, shape.hidden_size, shape.hidden_stride);
+    operation.rotation = details.rotation;
+    operation.window = details.window;
+    operation.softmax_scale = details.softmax_scale;
+    has_head_norms_ |= operation.query_norm != nullptr;
+    has_norms_after_ |= operation.norm_after != nullptr;
     operation.norm = keep(norm, shape.hidden_size, shape.hidden_stride);
-    operation.first = make_panels(query_size + 2 * kv_size, shape.hidden_size);
-    int64_t panel = pack_rotated(operation.first, 0, query, shape.head_dim);
-    panel = pack_rotated(operation.first, panel, key, shape.head_dim);
-    pack_in_order(operation.first, panel, value);
-    operation.second = make_panels(shape.hidden_size, query_size);
-    pack_in_order(operation.second, 0, output);
+    Columns heads, outputs;
+    append_rotated(heads, query, shape.head_dim);
+    append_rotated(heads, key, shape.head_dim);
+    append_in_order(heads, value);
+    operation.first = pack(heads, shape.hidden_size);
+    append_in_order(outputs, output);
+    operation.second = pack(outputs, query_size);
     operations_.push_back(operation);
 }
 
-void NativeModel::add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down) {
+void NativeModel::add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down, Activation activation,
+                                   Values norm_after) {
     const Shape& shape = model_.shape;
     const int64_t inner = gate.num_rows;
     require_shape(gate, inner, shape.hidden_size, "The gate weight has another shape than the model.");
@@ -229,12 +250,16 @@ void NativeModel::add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix d
     require_shape(down, shape.hidden_size, inner, "The down weight has another shape than the gate.");
     Operation operation{};
     operation.kind = OperationKind::kFeedForward;
+    operation.activation = activation;
+    operation.norm_after = keep_optional(norm_after, shape.hidden_size, shape.hidden_stride);
+    has_norms_after_ |= operation.norm_after != nullptr;
     operation.norm = keep(norm, shape.hidden_size, shape.hidden_stride);
-    operation.first = make_panels(2 * rounded_up(inner, kPanelColumns), shape.hidden_size);
-    pack_gated(operation.first, gate, up);
-    operation.second = make_panels(shape.hidden_size, inner);
-    pack_in_order(operation.second, 0, down);
-    max_inner_ = std::max(max_inner_, operation.second.num_pairs * 2);
+    Columns gated, outputs;
+    append_gated(gated, gate, up);
+    operation.first = pack(gated, shape.hidden_size);
+    append_in_order(outputs, down);
+    operation.second = pack(outputs, inner);
+    max_inner_ = std::max(max_inner_, (int)rounded_up(inner, kPanelColumns));
     operations_.push_back(operation);
 }
 
@@ -243,8 +268,9 @@ void NativeModel::set_head(Values norm, const Matrix* weight) {
     model_.final_norm = keep(norm, shape.hidden_size, shape.hidden_stride);
     if (weight) {
         require_shape(*weight, shape.vocab_size, shape.hidden_size, "The head has another shape than the model.");
-        model_.head = make_panels(shape.vocab_size, shape.hidden_size);
-        pack_in_order(model_.head, 0, *weight);
+        Columns columns;
+        append_in_order(columns, *weight);
+        model_.head = pack(columns, shape.hidden_size);
     } else {
         model_.head = model_.embedding;
     }
@@ -316,9 +342,14 @@ void NativeModel::reserve(int64_t num_tokens) {
     queries_.reserve(rows * heads * sizeof(bf16));
     attended_.reserve(rows * heads * sizeof(bf16));
     inner_.reserve(rows * max_inner_ * sizeof(bf16));
-    rotation_.reserve(rows * shape.head_dim * sizeof(float));
-    workspace_ = {hidden_.as<float>(),  normed_.as<bf16>(),    queries_.as<bf16>(), attended_.as<bf16>(),
-                  inner_.as<bf16>(),    rotation_.as<float>(), scratch_.as<char>(), scratch_bytes(shape)};
+    if (type_ == ValueType::kInt8) quantized_.reserve(rows * (size_t)(max_inputs_ + kQuantizedRowEnd));
+    rotation_.reserve(rows * model_.num_rotations * shape.head_dim * sizeof(float));
+    if (has_head_norms_)
+        heads_.reserve(rows * (size_t)(shape.num_heads + shape.num_kv_heads) * shape.head_dim * sizeof(float));
+    if (has_norms_after_) produced_.reserve(rows * shape.hidden_stride * sizeof(float));
+    workspace_ = {hidden_.as<float>(), normed_.as<bf16>(),    queries_.as<bf16>(),  attended_.as<bf16>(),
+                  inner_.as<bf16>(),   quantized_.as<char>(), rotation_.as<float>(), heads_.as<float>(),
+                  produced_.as<float>(), scratch_.as<char>(), scratch_bytes(shape, max_inputs_)};
 }
 
 void NativeModel::run(const StepArrays& arrays) {
@@ -326,7 +357,7 @@ void NativeModel::run(const StepArrays& arrays) {
     check_step(arrays);
     if (!pool_) {
         pool_ = std::make_unique<Pool>(num_threads_, 3 * (int)operations_.size() + 1);
-        scratch_.reserve(scratch_bytes(model_.shape) * num_threads_);
+        scratch_.reserve(scratch_bytes(model_.shape, max_inputs_) * num_threads_);
     }
     make_tiles(arrays);
     reserve(arrays.num_tokens);
@@ -364,7 +395,7 @@ double NativeModel::read_bandwidth(size_t num_bytes, int num_rounds) {
     return best;
 }
 
-double NativeModel::multiply_rate(int num_rounds) {
+double NativeModel::multiply_rate(ValueType type, int num_rounds) {
     Pool pool(num_threads_, 1);
     std::vector<float> sinks((size_t)num_threads_);
     double best = 0.0;
@@ -372,7 +403,7 @@ double NativeModel::multiply_rate(int num_rounds) {
         std::vector<double> operations((size_t)num_threads_);
         const auto start = std::chrono::steady_clock::now();
         pool.run([&](int thread) {
-            operations[(size_t)thread] = kernels_.multiply_in_registers(200'000, &sinks[(size_t)thread]);
+            operations[(size_t)thread] = kernels_.multiply_in_registers(type, 200'000, &sinks[(size_t)thread]);
         });
         double total = 0.0;
         for (double count : operations) total += count;

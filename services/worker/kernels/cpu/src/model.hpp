@@ -1,6 +1,6 @@
 // A model that owns its packed weights, its threads and the memory of its steps.
 //
-// Owns packing, checks of what is handed over, and the division of a batch into tiles of queries. It must not know
+// Owns which rows of a weight lie where in its panels, checks of what is handed over, and the division of a batch into tiles of queries. It must not know
 // Python.
 #pragma once
 
@@ -8,53 +8,31 @@
 #include <string>
 #include <vector>
 
+#include "memory.hpp"
+#include "packing.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
 
 namespace octavo {
 
-// Memory aligned for vectors, in huge pages where the system has them.
-class Buffer {
-   public:
-    Buffer() = default;
-    explicit Buffer(size_t num_bytes);
-
-    // Makes room for `num_bytes`; what was there is lost if there was too little.
-    void reserve(size_t num_bytes);
-    template <class T>
-    T* as() const {
-        return static_cast<T*>(memory_.get());
-    }
-
-   private:
-    struct Free {
-        void operator()(void* memory) const;
-    };
-    std::unique_ptr<void, Free> memory_;
-    size_t num_bytes_ = 0;
-};
-
-// Memory for what lives as long as the model, cut from large pieces, so that small weights lie in huge pages too.
-class Arena {
-   public:
-    void* allocate(size_t num_bytes);
-
-   private:
-    std::vector<Buffer> pieces_;
-    size_t free_bytes_ = 0;
-    char* free_ = nullptr;
-};
-
-// Rows of a weight [num_rows][num_columns] in bfloat16.
-struct Matrix {
-    const bf16* data;
-    int64_t num_rows;
-    int64_t num_columns;
-};
-
 struct Values {
     const float* data;
     int64_t count;
+};
+
+// What an attention has beside its weights; values without data are what the model lacks.
+struct AttentionDetails {
+    Values query_bias, key_bias, value_bias, output_bias;
+    Values query_norm, key_norm;
+    Values norm_after;
+    int rotation;
+    int window;
+    float softmax_scale;
+};
+
+// Rotary positions of one or more kinds: [num_rotations][head_dim / 2] frequencies and [num_rotations] amplitudes.
+struct Rotations {
+    Values frequencies, amplitudes;
 };
 
 // The arrays of a step as they are handed over.
@@ -76,13 +54,20 @@ struct StepArrays {
 // Returns what this processor can run, the fastest first.
 std::vector<const Kernels*> supported_kernels();
 
+// Maps rows [num_rows][num_inputs] by a weight [num_columns][num_inputs] of this type into `to`
+// [num_rows][num_columns], as a step does with one of its weights.
+void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, float* to, int num_threads,
+                   const std::string& kernels);
+
 class NativeModel {
    public:
-    NativeModel(const Shape& shape, Values frequencies, int num_threads, const std::string& kernels);
+    // `type` is that of the weights.
+    NativeModel(const Shape& shape, ValueType type, const Rotations& rotations, int num_threads, const std::string& kernels);
 
-    void set_embedding(Matrix weight);
-    void add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output);
-    void add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down);
+    void set_embedding(Matrix weight, float scale);
+    void add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output,
+                       const AttentionDetails& details);
+    void add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down, Activation activation, Values norm_after);
     void set_head(Values norm, const Matrix* weight);  // without a weight the head is the embedding
     // Takes the cache of each attention in turn; the memory must outlive the model's steps.
     void bind_cache(const std::vector<bf16*>& layers, int64_t num_blocks);
@@ -90,31 +75,36 @@ class NativeModel {
     void run(const StepArrays& arrays);
 
     double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
-    double multiply_rate(int num_rounds);                     // operations a second
+    double multiply_rate(ValueType type, int num_rounds);     // operations a second
 
     const Shape& shape() const { return model_.shape; }
     size_t weight_bytes() const { return weight_bytes_; }
     const char* kernels() const { return kernels_.name; }
 
    private:
-    Panels make_panels(int64_t num_columns, int64_t num_inputs);
+    Panels pack(const Columns& columns, int64_t num_inputs);
     const float* keep(Values values, int64_t count, int64_t padded);
+    const float* keep_optional(Values values, int64_t count, int64_t padded);
+    const float* keep_first_bias(const AttentionDetails& details);
     void check_step(const StepArrays& arrays) const;
     void make_tiles(const StepArrays& arrays);
     void reserve(int64_t num_tokens);
 
     Model model_{};
     const Kernels& kernels_;
+    const ValueType type_;
     const int num_threads_;
     std::vector<Operation> operations_;
     Arena weights_;
     size_t weight_bytes_ = 0;
     int max_inner_ = 0;
+    int max_inputs_ = 0;
     int64_t num_blocks_ = 0;
+    bool has_head_norms_ = false, has_norms_after_ = false;
     std::unique_ptr<Pool> pool_;
     std::vector<QueryTile> tiles_;
     Workspace workspace_{};
-    Buffer hidden_, normed_, queries_, attended_, inner_, rotation_, scratch_;
+    Buffer hidden_, normed_, queries_, attended_, inner_, quantized_, rotation_, heads_, produced_, scratch_;
 };
 
 }  // namespace octavo

@@ -29,8 +29,18 @@ Matrix matrix_of(const WeightArray& array) {
 
 Values values_of(const VectorArray& array) { return {array.data(), (int64_t)array.shape(0)}; }
 
+using OptionalVector = std::optional<VectorArray>;
+
+Values values_of(const OptionalVector& array) { return array ? values_of(*array) : Values{nullptr, 0}; }
+
 void require_length(size_t actual, size_t expected, const char* message) {
     if (actual != expected) throw std::invalid_argument(message);
+}
+
+ValueType type_named(const std::string& quantization) {
+    if (quantization == "int8") return ValueType::kInt8;
+    if (quantization == "none") return ValueType::kBfloat16;
+    throw std::invalid_argument("There is no quantization named " + quantization + ".");
 }
 
 void bind_cache(NativeModel& model, const std::vector<Array<uint16_t, 2>>& layers) {
@@ -81,31 +91,70 @@ NB_MODULE(_native, module) {
         for (const Kernels* kernels : supported_kernels()) names.emplace_back(kernels->name);
         return names;
     });
+    nb::enum_<Activation>(module, "Activation")
+        .value("SILU", Activation::kSilu)
+        .value("GELU_TANH", Activation::kGeluTanh);
+    module.def(
+        "multiply_rows",
+        [](WeightArray weight, WeightArray rows, Array<float, 2> to, int num_threads, const std::string& kernels,
+           const std::string& quantization) {
+            require_length(to.shape(0), rows.shape(0), "There must be a result for each row.");
+            require_length(to.shape(1), weight.shape(0), "A result must be as wide as the weight.");
+            nb::gil_scoped_release release;
+            multiply_rows(type_named(quantization), matrix_of(weight), matrix_of(rows), to.data(), num_threads, kernels);
+        },
+        nb::kw_only(), "weight"_a, "rows"_a, "to"_a, "num_threads"_a, "kernels"_a, "quantization"_a);
     nb::class_<NativeModel>(module, "NativeModel")
         .def(
             "__init__",
             [](NativeModel* self, int hidden_size, int num_heads, int num_kv_heads, int head_dim, int vocab_size,
-               int block_size, float rms_norm_eps, VectorArray frequencies, int num_threads, const std::string& kernels) {
+               int block_size, float rms_norm_eps, Array<const float, 2> frequencies, VectorArray amplitudes,
+               int num_threads, const std::string& kernels, const std::string& quantization) {
                 const Shape shape = {hidden_size, 0,          num_heads,  num_kv_heads,
                                      head_dim,    vocab_size, block_size, rms_norm_eps};
-                new (self) NativeModel(shape, values_of(frequencies), num_threads, kernels);
+                const Rotations rotations = {{frequencies.data(), (int64_t)frequencies.size()}, values_of(amplitudes)};
+                new (self) NativeModel(shape, type_named(quantization), rotations, num_threads, kernels);
             },
             nb::kw_only(), "hidden_size"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a,
-            "block_size"_a, "rms_norm_eps"_a, "frequencies"_a, "num_threads"_a, "kernels"_a)
-        .def("set_embedding", [](NativeModel& model, WeightArray weight) { model.set_embedding(matrix_of(weight)); })
-        .def("add_attention",
-             [](NativeModel& model, VectorArray norm, WeightArray query, WeightArray key, WeightArray value,
-                WeightArray output) {
-                 model.add_attention(values_of(norm), matrix_of(query), matrix_of(key), matrix_of(value),
-                                     matrix_of(output));
-             })
-        .def("add_feed_forward",
-             [](NativeModel& model, VectorArray norm, WeightArray gate, WeightArray up, WeightArray down) {
-                 model.add_feed_forward(values_of(norm), matrix_of(gate), matrix_of(up), matrix_of(down));
-             })
+            "block_size"_a, "rms_norm_eps"_a, "frequencies"_a, "amplitudes"_a, "num_threads"_a, "kernels"_a,
+            "quantization"_a)
+        .def(
+            "set_embedding",
+            [](NativeModel& model, WeightArray weight, float scale) {
+                nb::gil_scoped_release release;
+                model.set_embedding(matrix_of(weight), scale);
+            },
+            "weight"_a, "scale"_a)
+        .def(
+            "add_attention",
+            [](NativeModel& model, VectorArray norm, WeightArray query, WeightArray key, WeightArray value,
+               WeightArray output, OptionalVector query_bias, OptionalVector key_bias, OptionalVector value_bias,
+               OptionalVector output_bias, OptionalVector query_norm, OptionalVector key_norm,
+               OptionalVector norm_after, int rotation, int window, float softmax_scale) {
+                const AttentionDetails details = {values_of(query_bias), values_of(key_bias),  values_of(value_bias),
+                                                  values_of(output_bias), values_of(query_norm), values_of(key_norm),
+                                                  values_of(norm_after),  rotation,              window,
+                                                  softmax_scale};
+                nb::gil_scoped_release release;
+                model.add_attention(values_of(norm), matrix_of(query), matrix_of(key), matrix_of(value),
+                                    matrix_of(output), details);
+            },
+            nb::kw_only(), "norm"_a, "query"_a, "key"_a, "value"_a, "output"_a, "query_bias"_a.none(),
+            "key_bias"_a.none(), "value_bias"_a.none(), "output_bias"_a.none(), "query_norm"_a.none(),
+            "key_norm"_a.none(), "norm_after"_a.none(), "rotation"_a, "window"_a, "softmax_scale"_a)
+        .def(
+            "add_feed_forward",
+            [](NativeModel& model, VectorArray norm, WeightArray gate, WeightArray up, WeightArray down,
+               Activation activation, OptionalVector norm_after) {
+                nb::gil_scoped_release release;
+                model.add_feed_forward(values_of(norm), matrix_of(gate), matrix_of(up), matrix_of(down), activation,
+                                       values_of(norm_after));
+            },
+            nb::kw_only(), "norm"_a, "gate"_a, "up"_a, "down"_a, "activation"_a, "norm_after"_a.none())
         .def(
             "set_head",
             [](NativeModel& model, VectorArray norm, std::optional<WeightArray> weight) {
+                nb::gil_scoped_release release;
                 if (!weight) return model.set_head(values_of(norm), nullptr);
                 const Matrix matrix = matrix_of(*weight);
                 model.set_head(values_of(norm), &matrix);
@@ -116,8 +165,13 @@ NB_MODULE(_native, module) {
              "block_tables"_a, "sampled_rows"_a, "logits"_a, "is_finite"_a)
         .def("read_bandwidth", &NativeModel::read_bandwidth, "num_bytes"_a, "num_rounds"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def("multiply_rate", &NativeModel::multiply_rate, "num_rounds"_a,
-             nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "multiply_rate",
+            [](NativeModel& model, int num_rounds, const std::string& quantization) {
+                nb::gil_scoped_release release;
+                return model.multiply_rate(type_named(quantization), num_rounds);
+            },
+            "num_rounds"_a, "quantization"_a = "none")
         .def_prop_ro("weight_bytes", &NativeModel::weight_bytes)
         .def_prop_ro("kernels", &NativeModel::kernels);
 }

@@ -14,23 +14,53 @@ constexpr int kPanelColumns = 32;
 constexpr int kTileTokens = 16;  // tokens of the KV cache that are scored together
 constexpr int kMaxRowsAtOnce = 32;  // rows that a kernel may read together, whether they exist or not
 constexpr int kChunkTiles = 16;  // tiles between two corrections of the softmax
+// Scores are computed for up to eight tiles at once; of the last ones some may lie beyond a chunk.
+constexpr int kScoreSlack = 8 * kTileTokens;
 
-// A weight in panels of 32 columns: [num_panels][num_pairs][32][2], so that a pair of inputs of sixteen columns is
-// one vector.
+constexpr int kRotatedInputs = 64;  // inputs that an int8 weight mixes, and the multiple to which its rows are padded
+
+enum class ValueType { kBfloat16, kInt8 };
+
+// A weight in panels of 32 columns: [num_panels] of [num_groups][32] groups of inputs, so that a group of sixteen
+// columns is one vector. A group has 4 bytes. In bfloat16 it is a pair of inputs. In int8 it is a quad of rotated inputs
+// with 128 added, and the panel's 32 scales (float) follow the groups: column = scale * (values - 128).
 struct Panels {
-    const bf16* data;
+    const char* data;
     int num_panels;
-    int num_pairs;
+    int num_groups;
+    ptrdiff_t panel_bytes;
+    ValueType type;
 };
+
+// What follows the values of a row of rotated int8 values: row = scale * values.
+struct RowScale {
+    float scale;
+    int32_t sum;  // of the values
+};
+constexpr int kQuantizedRowEnd = 64;  // bytes for it, so that rows are aligned
 
 enum class OperationKind { kAttention, kFeedForward };
 
+enum class Activation { kSilu, kGeluTanh };
+
+// Pointers to what a model lacks are null. Biases are in the order of their panels' columns.
 struct Operation {
     OperationKind kind;
     const float* norm;
     Panels first;   // attention: queries, keys and values; feed-forward: gates and ups, sixteen of each to a panel
     Panels second;  // back into the residual stream
-    // Attention: [num_blocks][block_size / 16][num_kv_heads] tiles of keys [head_dim / 2][16][2] and then values
+    const float* second_bias;
+    const float* norm_after;  // of what is added to the residual stream
+    // Feed-forward.
+    Activation activation;
+    // Attention.
+    const float* first_bias;
+    const float* query_norm;  // [head_dim], of each head before it is rotated; with it there is a key_norm
+    const float* key_norm;
+    int rotation;  // which of the model's
+    int window;    // how many of the last tokens a token sees, itself included; none when it is 0
+    float softmax_scale;
+    // [num_blocks][block_size / 16][num_kv_heads] tiles of keys [head_dim / 2][16][2] and then values
     // [8][head_dim][2].
     bf16* cache;
 };
@@ -51,9 +81,12 @@ struct Model {
     const Operation* operations;
     int num_operations;
     Panels embedding;
+    float embedding_scale;  // of what comes in, not of a head with the same weight
     const float* final_norm;
     Panels head;
-    const float* frequencies;  // [head_dim / 2]
+    int num_rotations;
+    const float* frequencies;  // [num_rotations][head_dim / 2]
+    const float* amplitudes;   // [num_rotations]: what cosines and sines are multiplied by
 };
 
 // Queries of one sequence that lie in one tile of positions, so that all see the same number of tiles.
@@ -85,7 +118,10 @@ struct Workspace {
     bf16* queries;     // [num_tokens][num_heads * head_dim]
     bf16* attended;    // the same
     bf16* inner;       // [num_tokens][inner stride of the operation]
-    float* rotation;   // [num_tokens][2][head_dim / 2]: cosines and sines
+    char* quantized;   // [num_tokens][stride of the weight]: the inputs of an int8 weight and their scale
+    float* rotation;   // [num_rotations][num_tokens][2][head_dim / 2]: cosines and sines
+    float* heads;      // [num_tokens][num_heads + num_kv_heads][head_dim]: queries and keys before they are normed
+    float* produced;   // [num_tokens][hidden_stride]: what an operation adds, before it is normed
     char* scratch;     // [num_threads][scratch_stride]
     size_t scratch_stride;
 };
@@ -112,10 +148,13 @@ struct Step {
 struct Kernels {
     const char* name;
     void (*run_step)(const Step& step, int thread);
+    // Maps the rows of the batch, of `stride` values, by one weight into `to` [num_tokens][num_columns].
+    void (*multiply_rows)(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
+                          int num_columns);
     // Reads memory once; the sum keeps the compiler from leaving the reads out.
     float (*read_memory)(const char* from, size_t num_bytes);
-    // Multiplies pairs of bfloat16 values without touching memory; returns how many operations that were.
-    double (*multiply_in_registers)(int num_rounds, float* sink);
+    // Multiplies values of this type without touching memory; returns how many operations that were.
+    double (*multiply_in_registers)(ValueType type, int num_rounds, float* sink);
 };
 
 const Kernels& portable_kernels();

@@ -1,4 +1,4 @@
-// Ranges of work: what all ways of multiplying share.
+// Ranges of work and rows of inputs: what all ways of multiplying share.
 #pragma once
 
 #include "plan.hpp"
@@ -19,7 +19,14 @@ OCTAVO_INLINE Range share_of(int count, int thread, int num_threads) {
     return {(int)((int64_t)count * thread / num_threads), (int)((int64_t)count * (thread + 1) / num_threads)};
 }
 
-constexpr int kPanelPairBytes = kPanelColumns * 2 * sizeof(bf16);  // a pair of inputs of all columns
+constexpr int kGroupBytes = 4;
+constexpr int kPanelGroupBytes = kPanelColumns * kGroupBytes;  // a group of inputs of all columns
+
+// Rows of inputs in the type of the weight that they are multiplied with.
+struct Inputs {
+    const char* data;
+    ptrdiff_t stride;  // in bytes
+};
 
 }  // namespace
 }  // namespace octavo

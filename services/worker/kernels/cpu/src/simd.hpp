@@ -1,4 +1,5 @@
-// Vectors of sixteen floats and the products of pairs of bfloat16 values, for the instruction set of this unit.
+// Vectors of sixteen floats and the products of pairs of bfloat16 values and of quads of int8 values, for the
+// instruction set of this unit.
 //
 // Owns what differs between processors. It must not know models. Everything here has internal linkage: units that
 // are compiled for different processors must not share inline functions.
@@ -42,6 +43,7 @@ typedef float Part __attribute__((vector_size(kPartBytes)));
 typedef uint32_t Bits __attribute__((vector_size(kPartBytes)));
 typedef int32_t Ints __attribute__((vector_size(kPartBytes)));
 typedef uint16_t Halves __attribute__((vector_size(kPartBytes / 2)));
+typedef int8_t Bytes __attribute__((vector_size(kPartBytes / 4)));
 
 template <int N>
 struct Int {
@@ -72,8 +74,13 @@ struct Vec {
     Part part[kParts];
 };
 
-#define OCTAVO_PARTS(expression)                                                        \
-    Vec result;                                                                         \
+struct IntVec {
+    Ints part[kParts];
+};
+
+#define OCTAVO_PARTS(expression) OCTAVO_PARTS_OF(Vec, expression)
+#define OCTAVO_PARTS_OF(Type, expression)                                               \
+    Type result;                                                                        \
     unroll<kParts>([&](auto index) __attribute__((always_inline)) {                     \
         constexpr int i = decltype(index)::value;                                       \
         result.part[i] = (expression);                                                  \
@@ -187,71 +194,159 @@ OCTAVO_INLINE Vec silu(Vec x) {
     return x / (splat(1.0f) + exp2_of(x * splat(-1.44269504f)));
 }
 
-// Sixteen columns of two inputs each, and the two inputs of one row in all lanes.
+// The approximation x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x (1 + tanh u) / 2.
+OCTAVO_INLINE Vec gelu_tanh(Vec x) {
+    const Vec exponent = x * fma(x * x, splat(-0.10294324f), splat(-2.30220820f));  // -2 u log2(e)
+    return x / (splat(1.0f) + exp2_of(exponent));
+}
+
+// How values are multiplied: a group of inputs that one instruction takes, 4 bytes, of sixteen columns of a weight
+// (`Columns`) and of one row (`Input`, in all lanes).
+
+// Pairs of bfloat16 values, summed in fp32.
+struct Bfloat16Pairs {
+    static constexpr bool kIsInt8 = false;
+    static constexpr int kInputs = 2;
+    using Sum = Vec;
 #if defined(OCTAVO_AVX512)
-using Pairs = __m512bh;
-using Input = __m512bh;
+    using Columns = __m512bh;
+    using Input = __m512bh;
 
-OCTAVO_INLINE Pairs load_pairs(const char* from) { return (__m512bh)_mm512_load_si512(from); }
-OCTAVO_INLINE Input splat_input(const bf16* from) {
-    return (__m512bh)_mm512_set1_epi32(load_as<int32_t>(from));
-}
-OCTAVO_INLINE void add_products(Vec& sum, Pairs pairs, Input input) {
-    sum.part[0] = _mm512_dpbf16_ps(sum.part[0], pairs, input);
-}
+    static OCTAVO_INLINE Columns load(const char* from) { return (__m512bh)_mm512_load_si512(from); }
+    static OCTAVO_INLINE Input splat(const char* from) {
+        return (__m512bh)_mm512_set1_epi32(load_as<int32_t>(from));
+    }
+    static OCTAVO_INLINE void add(Vec& sum, Columns columns, Input input) {
+        sum.part[0] = _mm512_dpbf16_ps(sum.part[0], columns, input);
+    }
 #else
-struct Pairs {
-    Vec even, odd;
-};
-struct Input {
-    Part even, odd;
+    struct Columns {
+        Vec even, odd;
+    };
+    struct Input {
+        Part even, odd;
+    };
+
+    static OCTAVO_INLINE Columns load(const char* from) {
+        Columns columns;
+        unroll<kParts>([&](auto index) __attribute__((always_inline)) {
+            constexpr int i = decltype(index)::value;
+            const Bits bits = load_as<Bits>(from + i * kPartBytes);
+            columns.even.part[i] = bit_cast<Part>(bits << 16);
+            columns.odd.part[i] = bit_cast<Part>(bits & 0xffff0000u);
+        });
+        return columns;
+    }
+    static OCTAVO_INLINE Input splat(const char* from) {
+        const uint32_t bits = load_as<uint32_t>(from);
+        return {Part{} + bit_cast<float>(bits << 16), Part{} + bit_cast<float>(bits & 0xffff0000u)};
+    }
+    static OCTAVO_INLINE void add(Vec& sum, const Columns& columns, const Input& input) {
+        unroll<kParts>([&](auto index) __attribute__((always_inline)) {
+            constexpr int i = decltype(index)::value;
+            sum.part[i] = fma_part(columns.even.part[i], input.even, sum.part[i]);
+            sum.part[i] = fma_part(columns.odd.part[i], input.odd, sum.part[i]);
+        });
+    }
+#endif
 };
 
-OCTAVO_INLINE Pairs load_pairs(const char* from) {
-    Pairs pairs;
-    unroll<kParts>([&](auto index) __attribute__((always_inline)) {
-        constexpr int i = decltype(index)::value;
-        const Bits bits = load_as<Bits>(from + i * kPartBytes);
-        pairs.even.part[i] = bit_cast<Part>(bits << 16);
-        pairs.odd.part[i] = bit_cast<Part>(bits & 0xffff0000u);
-    });
-    return pairs;
-}
-OCTAVO_INLINE Input splat_input(const bf16* from) {
-    const uint32_t bits = load_as<uint32_t>(from);
-    return {Part{} + bit_cast<float>(bits << 16), Part{} + bit_cast<float>(bits & 0xffff0000u)};
-}
-OCTAVO_INLINE void add_products(Vec& sum, const Pairs& pairs, const Input& input) {
-    unroll<kParts>([&](auto index) __attribute__((always_inline)) {
-        constexpr int i = decltype(index)::value;
-        sum.part[i] = fma_part(pairs.even.part[i], input.even, sum.part[i]);
-        sum.part[i] = fma_part(pairs.odd.part[i], input.odd, sum.part[i]);
-    });
-}
+// Quads of a weight's values with 128 added, unsigned, and of a row's signed values, summed in int32 without loss.
+struct Int8Quads {
+    static constexpr bool kIsInt8 = true;
+    static constexpr int kInputs = 4;
+    using Sum = IntVec;
+#if defined(OCTAVO_AVX512)
+    using Columns = Ints;
+    using Input = Ints;
+
+    static OCTAVO_INLINE Columns load(const char* from) { return load_as<Ints>(from); }
+    static OCTAVO_INLINE Input splat(const char* from) { return Ints{} + load_as<int32_t>(from); }
+    static OCTAVO_INLINE void add(IntVec& sum, Columns columns, Input input) {
+        // The compiler keeps sums of the intrinsic in memory (GCC 12).
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum.part[0]) : "v"(columns), "v"(input));
+    }
+#elif defined(OCTAVO_AVX2)
+    // Bytes are widened to 16 bits: the products of bytes that this instruction set has are clipped.
+    struct Columns {
+        IntVec even, odd;
+    };
+    struct Input {
+        __m256i even, odd;
+    };
+
+    static OCTAVO_INLINE Columns load(const char* from) {
+        Columns columns;
+        unroll<kParts>([&](auto index) __attribute__((always_inline)) {
+            constexpr int i = decltype(index)::value;
+            const __m256i bytes = _mm256_load_si256((const __m256i*)(from + i * kPartBytes));
+            columns.even.part[i] = (Ints)_mm256_and_si256(bytes, _mm256_set1_epi16(0xff));
+            columns.odd.part[i] = (Ints)_mm256_srli_epi16(bytes, 8);
+        });
+        return columns;
+    }
+    static OCTAVO_INLINE Input splat(const char* from) {
+        const __m256i bytes = _mm256_set1_epi32(load_as<int32_t>(from));
+        return {_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
+    }
+    static OCTAVO_INLINE void add(IntVec& sum, const Columns& columns, const Input& input) {
+        unroll<kParts>([&](auto index) __attribute__((always_inline)) {
+            constexpr int i = decltype(index)::value;
+            sum.part[i] += (Ints)_mm256_madd_epi16((__m256i)columns.even.part[i], input.even);
+            sum.part[i] += (Ints)_mm256_madd_epi16((__m256i)columns.odd.part[i], input.odd);
+        });
+    }
+#else
+    struct Columns {
+        IntVec bytes[4];
+    };
+    struct Input {
+        int32_t bytes[4];
+    };
+
+    static OCTAVO_INLINE Columns load(const char* from) {
+        Columns columns;
+        unroll<4 * kParts>([&](auto index) __attribute__((always_inline)) {
+            constexpr int i = decltype(index)::value / 4, byte = decltype(index)::value % 4;
+            columns.bytes[byte].part[i] = (Ints)(load_as<Bits>(from + i * kPartBytes) >> (8 * byte) & 0xffu);
+        });
+        return columns;
+    }
+    static OCTAVO_INLINE Input splat(const char* from) {
+        const int8_t* bytes = (const int8_t*)from;
+        return {{bytes[0], bytes[1], bytes[2], bytes[3]}};
+    }
+    static OCTAVO_INLINE void add(IntVec& sum, const Columns& columns, const Input& input) {
+        unroll<4 * kParts>([&](auto index) __attribute__((always_inline)) {
+            constexpr int i = decltype(index)::value / 4, byte = decltype(index)::value % 4;
+            sum.part[i] += columns.bytes[byte].part[i] * input.bytes[byte];
+        });
+    }
 #endif
+};
 
 OCTAVO_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-// Adds the products of ROWS rows with COLUMNS vectors of columns. Each sum runs over the pairs in their order, so
-// that it does not depend on how many rows or columns are computed together.
-template <int ROWS, int COLUMNS, bool PREFETCH>
-OCTAVO_INLINE void accumulate(Vec (&sums)[ROWS][COLUMNS], const bf16* rows, ptrdiff_t row_stride,
-                              const char* const (&columns)[COLUMNS], ptrdiff_t pair_stride, int num_pairs,
+// Adds the products of ROWS rows with COLUMNS vectors of columns. Each sum runs over the groups of inputs in their
+// order, so that it does not depend on how many rows or columns are computed together. Strides are in bytes.
+template <class Groups, int ROWS, int COLUMNS, bool PREFETCH>
+OCTAVO_INLINE void accumulate(typename Groups::Sum (&sums)[ROWS][COLUMNS], const char* rows, ptrdiff_t row_stride,
+                              const char* const (&columns)[COLUMNS], ptrdiff_t group_stride, int num_groups,
                               ptrdiff_t prefetch_distance) {
-    for (int pair = 0; pair < num_pairs; ++pair) {
-        Pairs loaded[COLUMNS];
+    for (int group = 0; group < num_groups; ++group) {
+        typename Groups::Columns loaded[COLUMNS];
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
             constexpr int j = decltype(column)::value;
-            const char* from = columns[j] + pair * pair_stride;
-            loaded[j] = load_pairs(from);
+            const char* from = columns[j] + group * group_stride;
+            loaded[j] = Groups::load(from);
             if constexpr (PREFETCH) prefetch(from + prefetch_distance);
         });
         unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
             constexpr int i = decltype(row)::value;
-            const Input input = splat_input(rows + i * row_stride + 2 * pair);
+            const typename Groups::Input input = Groups::splat(rows + i * row_stride + 4 * group);
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
                 constexpr int j = decltype(column)::value;
-                add_products(sums[i][j], loaded[j], input);
+                Groups::add(sums[i][j], loaded[j], input);
             });
         });
     }
@@ -261,17 +356,18 @@ OCTAVO_INLINE void accumulate(Vec (&sums)[ROWS][COLUMNS], const bf16* rows, ptrd
 constexpr int columns_at_once(int rows) { return !kIsWide ? 1 : rows <= 3 ? 8 : rows <= 6 ? 4 : 2; }
 
 // Writes the sums to `to` [ROWS][COLUMNS]; not inlined, so that one copy serves all who multiply.
-template <int ROWS, int COLUMNS, bool PREFETCH>
-__attribute__((noinline)) void products(Vec* to, const bf16* rows, ptrdiff_t row_stride,
-                                        const char* const (&columns)[COLUMNS], ptrdiff_t pair_stride, int num_pairs,
-                                        ptrdiff_t prefetch_distance) {
-    Vec sums[ROWS][COLUMNS];
+template <class Groups, int ROWS, int COLUMNS, bool PREFETCH>
+__attribute__((noinline)) void products(typename Groups::Sum* to, const char* rows, ptrdiff_t row_stride,
+                                        const char* const (&columns)[COLUMNS], ptrdiff_t group_stride,
+                                        int num_groups, ptrdiff_t prefetch_distance) {
+    typename Groups::Sum sums[ROWS][COLUMNS];
     unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
-            sums[decltype(row)::value][decltype(column)::value] = zero();
+            sums[decltype(row)::value][decltype(column)::value] = {};
         });
     });
-    accumulate<ROWS, COLUMNS, PREFETCH>(sums, rows, row_stride, columns, pair_stride, num_pairs, prefetch_distance);
+    accumulate<Groups, ROWS, COLUMNS, PREFETCH>(sums, rows, row_stride, columns, group_stride, num_groups,
+                                                prefetch_distance);
     unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
             constexpr int i = decltype(row)::value, j = decltype(column)::value;

@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
 from services.worker.layers.threads import OperatorThreads
-from services.worker.models.llama import ForwardBatch, LlamaModel
+from services.worker.models.decoder import Decoder, ForwardBatch
 from services.worker.weight_files import open_weights
 from services.worker.weights import WeightReader
-from tests.unit.worker.small_models import VOCAB_SIZE, expected_logits, random_llama, save_model
+from tests.unit.worker.small_models import FAMILIES, VOCAB_SIZE, expected_logits, random_model, save_model
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 256
@@ -31,11 +32,24 @@ LLAMA3_ROPE = {
 class Loaded:
     """A small model with a cache, and transformers' model of the same weights."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
-        self.reference = random_llama(**changes)
-        source = open_weights(save_model(self.reference, folder))
+    def __init__(
+        self, folder: Path, dtype: torch.dtype = torch.float32, family: str = "llama", **changes: Any
+    ) -> None:
+        reference = random_model(family, **changes)
+        self._load(save_model(reference, folder), reference, dtype)
+
+    @classmethod
+    def from_path(cls, path: Path, reference: PreTrainedModel) -> Self:
+        """Load what is at ``path`` in fp32; it should be the same as ``reference``."""
+        loaded = cls.__new__(cls)
+        loaded._load(path, reference, torch.float32)
+        return loaded
+
+    def _load(self, path: Path, reference: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.reference = reference
+        source = open_weights(path)
         reader = WeightReader(source, dtype, lambda done, total: None)
-        self.model = LlamaModel(source.config, reader, dtype, OperatorThreads(2))
+        self.model = Decoder(source.config, reader, dtype, OperatorThreads(2))
         config = source.config
         size = config.num_layers * BLOCK_SIZE * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
         self.cache = KVCache(
@@ -99,8 +113,46 @@ def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> N
     torch.testing.assert_close(logits, expected_logits(loaded.reference, tokens), atol=3e-4, rtol=1e-4)
 
 
-def test_chunks_and_neighbours_do_not_change_logits(tmp_path: Path) -> None:
-    loaded = Loaded(tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_every_architecture_equal_transformers(tmp_path: Path, family: str) -> None:
+    loaded = Loaded(tmp_path, family=family)
+    tokens = random_tokens(70)
+
+    (logits,) = loaded.logits([(tokens, 0, blocks_for(70, 1))])
+
+    torch.testing.assert_close(logits, expected_logits(loaded.reference, tokens), atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 0.7},
+        {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
+        LLAMA3_ROPE,
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+def test_scaled_positions_equal_transformers(tmp_path: Path, family: str, rope: dict[str, Any]) -> None:
+    tables: dict[str, Any] = {"rope_theta": 10_000.0} | rope
+    if family == "gemma3":
+        # transformers looks for "truncate" in another place where there are several tables.
+        tables = {
+            "full_attention": {key: value for key, value in tables.items() if key != "truncate"},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+        }
+    loaded = Loaded(tmp_path, family=family, rope_parameters=tables)
+    tokens = random_tokens(70)
+
+    (logits,) = loaded.logits([(tokens, 0, blocks_for(70, 1))])
+
+    torch.testing.assert_close(logits, expected_logits(loaded.reference, tokens), atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_neighbours_do_not_change_logits(tmp_path: Path, family: str) -> None:
+    loaded = Loaded(tmp_path, family=family)
     long, other, third = random_tokens(60, 1), random_tokens(33, 2), random_tokens(9, 3)
     blocks = {1: blocks_for(60, 1), 2: blocks_for(33, 2), 3: blocks_for(9, 3)}
 
