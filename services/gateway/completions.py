@@ -154,6 +154,7 @@ class Completions:
                 num_prompt_tokens=len(prompt.token_ids),
                 max_model_len=max_model_len,
                 default_max_tokens=endpoint.default_max_tokens or self._settings.default_max_tokens,
+                prompt_field=endpoint.prompt_field,
             )
             for prompt in text.prompts
         ]

@@ -48,6 +48,7 @@ class Endpoint(Generic[Request]):
     """One way to ask for text."""
 
     answer_id_prefix: str
+    prompt_field: str
     # The output limit of requests that name none; None leaves it to the operator.
     default_max_tokens: int | None
     parse: Callable[[Mapping[str, Any], ModelFacts], Request]
@@ -66,5 +67,5 @@ def _text_format(
     return TextFormat(head, request.options, prompts, LogprobShapes(tokenizer))
 
 
-CHAT: Final = Endpoint("chatcmpl-", None, parse_chat_completion, _chat_format)
-TEXT: Final = Endpoint("cmpl-", _TEXT_MAX_TOKENS, parse_text_completion, _text_format)
+CHAT: Final = Endpoint("chatcmpl-", "messages", None, parse_chat_completion, _chat_format)
+TEXT: Final = Endpoint("cmpl-", "prompt", _TEXT_MAX_TOKENS, parse_text_completion, _text_format)

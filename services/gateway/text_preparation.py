@@ -163,9 +163,14 @@ def _least_output(options: GenerationOptions) -> int:
 
 
 def fit_output(
-    options: GenerationOptions, *, num_prompt_tokens: int, max_model_len: int, default_max_tokens: int | None
+    options: GenerationOptions,
+    *,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    default_max_tokens: int | None,
+    prompt_field: str,
 ) -> int:
-    """Return the output limit of a request in tokens.
+    """Return the output limit of a request in tokens; ``prompt_field`` names the prompt in errors.
 
     A limit that the client gave must fit beside the prompt. Without one it is the room that is left, at most
     ``default_max_tokens``.
@@ -177,7 +182,10 @@ def fit_output(
     wanted = _least_output(options)
     if wanted > room:
         raise ContextLengthExceeded.of(
-            num_prompt_tokens=num_prompt_tokens, max_output_tokens=wanted, max_model_len=max_model_len
+            num_prompt_tokens=num_prompt_tokens,
+            max_output_tokens=wanted,
+            max_model_len=max_model_len,
+            param=prompt_field,
         )
     if options.max_output_tokens is not None:
         return wanted

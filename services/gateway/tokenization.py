@@ -50,7 +50,7 @@ class Tokenization:
 
     async def tokenize(self, http_request: web.Request) -> web.Response:
         """Return a prompt's tokens; raises OctavoError for what is no prompt."""
-        with self._admission.admit():
+        with self._admission.admit() as slot, slot.interruptible():
             body = await self._read(http_request)
             prompt = _read_prompt(body)
             returns_strings = read_boolean(body, "return_token_strs", default=False)
@@ -69,7 +69,7 @@ class Tokenization:
 
     async def detokenize(self, http_request: web.Request) -> web.Response:
         """Return the text of tokens, control tokens included; raises OctavoError for what are no tokens."""
-        with self._admission.admit():
+        with self._admission.admit() as slot, slot.interruptible():
             body = await self._read(http_request)
             token_ids = _read_tokens(body, self._model.vocab_size)
             text = await self._text.run(

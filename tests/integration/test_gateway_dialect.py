@@ -170,6 +170,22 @@ async def test_a_lost_worker_before_any_token_is_invisible_for_all_choices(stand
     assert [choice["message"]["content"] for choice in body["choices"]] == [text for text, _ in CHOICES]
 
 
+async def test_an_engine_that_dies_ends_all_choices_with_one_event(stand: Stand) -> None:
+    breaking = Script(token_ids=stand.encode("a b"), step_delay_seconds=0.02, breaks_stream=True)
+    stand.engine.default_script = Script(token_ids=stand.encode("c d"), hangs=True, other_choices=(breaking,))
+    body = {"model": MODEL_NAME, "messages": TURNS, "stream": True, "n": 2}
+
+    async with stand.gateway.http.post("/v1/chat/completions", json=body) as response:
+        events = events_of(await response.read())
+
+    assert events[-1]["error"]["code"] == "engine_lost"
+    for index, text in enumerate(("c d", "a b")):
+        chunks = choices_of(events[:-1])[index]
+        assert [chunk["delta"].get("role") for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+        assert text.startswith("".join(chunk["delta"].get("content", "") for chunk in chunks))
+        assert not any(chunk["finish_reason"] for chunk in chunks)
+
+
 async def test_a_client_that_leaves_ends_all_choices(stand: Stand) -> None:
     stand.engine.default_script = Script(token_ids=stand.encode("a b"), hangs=True)
     num_submits = len(stand.engine.submits)
@@ -420,7 +436,7 @@ async def test_a_prompt_that_cannot_be_served_refuses_all_of_them(stand: Stand) 
     status, body, request_id = await complete(stand, ["One", "a " * 9000], stream=True)
     record = await stand.telemetry.wait_for(request_id)
 
-    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", "prompt")
     assert len(stand.engine.submits) == num_submits
     other = await stand.telemetry.wait_for(str(uuid.uuid5(uuid.UUID(request_id), "prompt-1")))
     assert record.status == other.status == telemetry_pb2.REQUEST_STATUS_REJECTED
@@ -478,6 +494,11 @@ async def test_a_client_that_leaves_ends_all_prompts(stand: Stand) -> None:
         ({"prompt": "x", "best_of": 10**6}, "best_of", "unsupported_field"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "unsupported_field"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", None),
+        ({"prompt": "x", "logprobs": 49152}, "logprobs", None),
+        ({"prompt": "x", "stop": ["x"] * 100_000}, "stop", None),
+        ({"prompt": "x", "temperature": 1e6}, "temperature", None),
+        ({"prompt": "x", "max_tokens": 10**9}, "prompt", "context_length_exceeded"),
+        ({"prompt": "x", "max_tokens": 10**9, "stream": True}, "prompt", "context_length_exceeded"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -487,6 +508,17 @@ async def test_a_wrong_completion_is_refused_by_name(
     status, body, _ = await post(stand, "/v1/completions", **fields)
 
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "..%2f..%2f", "/etc/passwd", "C:\\x", "a\u0000b", "x" * 10_240]
+)
+async def test_a_name_that_is_a_path_is_only_a_name(stand: Stand, path: str, name: str) -> None:
+    status, body, _ = await post(stand, path, model=name, prompt="x")
+
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+    assert len(body["error"]["message"]) < 200
 
 
 # --- Log-probabilities.

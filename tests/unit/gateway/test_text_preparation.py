@@ -11,6 +11,7 @@ import pytest
 from libs.errors import ContextLengthExceeded, InvalidRequest
 from libs.kv import prefix_hashes
 from libs.text import ChatMessage, ModelText
+from services.gateway.generation_options import GenerationOptions
 from services.gateway.openai_schema import ModelFacts, ValidChatCompletion, parse_chat_completion
 from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.shared_prefixes import SharedPrefixes
@@ -21,6 +22,17 @@ from tests.unit.gateway.conftest import options
 def request(**fields: Any) -> ValidChatCompletion:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Name three primes."}]} | fields
     return parse_chat_completion(body, ModelFacts("tiny", 1000))
+
+
+def fit(options: GenerationOptions, num_prompt_tokens: int, default: int | None = None) -> int:
+    """The output limit in a context of 100 tokens."""
+    return fit_output(
+        options,
+        num_prompt_tokens=num_prompt_tokens,
+        max_model_len=100,
+        default_max_tokens=default,
+        prompt_field="messages",
+    )
 
 
 async def prepare(
@@ -82,22 +94,20 @@ async def test_a_prompt_beyond_the_context_is_not_hashed(text: TextPreparation) 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "expected"), [(99, 1), (90, 10), (1, 99)])
 def test_without_a_limit_the_output_gets_the_room_that_is_left(num_prompt_tokens: int, expected: int) -> None:
-    limit = fit_output(
-        request().options, num_prompt_tokens=num_prompt_tokens, max_model_len=100, default_max_tokens=None
-    )
+    limit = fit(request().options, num_prompt_tokens)
 
     assert limit == expected
 
 
 def test_the_default_limit_bounds_the_room(text: TextPreparation) -> None:
-    assert fit_output(request().options, num_prompt_tokens=10, max_model_len=100, default_max_tokens=20) == 20
-    assert fit_output(request().options, num_prompt_tokens=95, max_model_len=100, default_max_tokens=20) == 5
+    assert fit(request().options, 10, default=20) == 20
+    assert fit(request().options, 95, default=20) == 5
 
 
 def test_an_explicit_limit_is_taken_when_it_fits_exactly() -> None:
     fitting = request(max_tokens=10)
 
-    assert fit_output(fitting.options, num_prompt_tokens=90, max_model_len=100, default_max_tokens=5) == 10
+    assert fit(fitting.options, 90, default=5) == 10
 
 
 @pytest.mark.parametrize(
@@ -113,12 +123,7 @@ def test_an_explicit_limit_is_taken_when_it_fits_exactly() -> None:
 )
 def test_what_does_not_fit_is_refused_with_both_numbers(num_prompt_tokens: int, fields: dict[str, int]) -> None:
     with pytest.raises(ContextLengthExceeded) as caught:
-        fit_output(
-            request(**fields).options,
-            num_prompt_tokens=num_prompt_tokens,
-            max_model_len=100,
-            default_max_tokens=None,
-        )
+        fit(request(**fields).options, num_prompt_tokens)
 
     assert "100 tokens" in caught.value.message
     assert f"{num_prompt_tokens} tokens" in caught.value.message
@@ -127,7 +132,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(num_prompt_tokens: int, 
 
 def test_a_minimum_above_the_default_limit_asks_for_a_limit() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        fit_output(request(min_tokens=50).options, num_prompt_tokens=1, max_model_len=100, default_max_tokens=20)
+        fit(request(min_tokens=50).options, 1, default=20)
 
     assert caught.value.param == "min_tokens"
 
