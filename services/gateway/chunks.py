@@ -32,7 +32,8 @@ class RunningUsage:
     """The ``usage`` field of chunks as a stream goes on."""
 
     def __init__(self, num_prompt_tokens: int, options: GenerationOptions) -> None:
-        self._counts = UsageCounts(num_prompt_tokens, 0, None)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_completion_tokens = 0
         self._is_continuous = options.has_continuous_usage
         self._is_shown = options.includes_usage or options.has_continuous_usage
 
@@ -43,12 +44,12 @@ class RunningUsage:
 
     def add(self, num_tokens: int) -> None:
         """Count tokens of any choice."""
-        counts = self._counts
-        self._counts = UsageCounts(counts.num_prompt_tokens, counts.num_completion_tokens + num_tokens, None)
+        self._num_completion_tokens += num_tokens
 
     @property
     def fields(self) -> dict[str, Any]:
         """The field for the next chunk; clients that ask for usage at the end find null in all chunks before."""
         if not self._is_shown:
             return {}
-        return {"usage": self._counts.as_json() if self._is_continuous else None}
+        counts = UsageCounts(self._num_prompt_tokens, self._num_completion_tokens, None)
+        return {"usage": counts.as_json() if self._is_continuous else None}

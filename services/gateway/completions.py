@@ -134,7 +134,8 @@ class Completions:
     ) -> web.StreamResponse:
         body = parse_json(await read_json_body(exchange.http_request, self._settings.body_limits))
         head = read_head(body)
-        exchange.accounts[0].model_name, exchange.accounts[0].is_streaming = head.model_name, head.is_streaming
+        exchange.accounts[0].model_name = self._model.own_name(head.model_name)
+        exchange.accounts[0].is_streaming = head.is_streaming
         request = endpoint.parse(body, self._model)
         slot.grow(len(request.prompts) - 1)
         self._accept(exchange, request)

@@ -161,7 +161,7 @@ def check_text_fields(body: Mapping[str, Any]) -> None:
     _check(body, TEXT_FIELDS, _NEUTRAL_VALUES, path="")
 
 
-def check_tool_fields(body: Mapping[str, Any], served: frozenset[str]) -> None:
+def check_fields(body: Mapping[str, Any], served: frozenset[str]) -> None:
     """The same for a request that does not generate and serves these fields."""
     _check(body, served, _NEUTRAL_VALUES, path="")
 

@@ -48,6 +48,10 @@ class ModelFacts:
         """Every name under which the model is served, its own first."""
         return (self.name, *self.aliases)
 
+    def own_name(self, name: str) -> str:
+        """Return the model's own name for any of its names, and every other name as it is."""
+        return self.name if name in self.aliases else name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidChatCompletion:

@@ -15,7 +15,7 @@ from libs.errors import InvalidRequest
 from libs.text import IncrementalDetokenizer
 from services.gateway.admission import Admission
 from services.gateway.http_body import BodyLimits, read_json_body
-from services.gateway.openai_fields import check_tool_fields
+from services.gateway.openai_fields import check_fields
 from services.gateway.openai_schema import ModelFacts, check_model_name, parse_json, read_chat_prompt
 from services.gateway.openai_values import are_token_ids, read_boolean
 from services.gateway.prompts import Prompt, TextPrompt
@@ -93,9 +93,9 @@ class Tokenization:
 
 def _read_prompt(body: Mapping[str, Any]) -> Prompt:
     if "messages" in body:
-        check_tool_fields(body, _CHAT_FIELDS)
+        check_fields(body, _CHAT_FIELDS)
         return read_chat_prompt(body)
-    check_tool_fields(body, _TEXT_FIELDS)
+    check_fields(body, _TEXT_FIELDS)
     text = body.get("prompt")
     if not isinstance(text, str):
         raise InvalidRequest("Give either 'prompt', a string, or 'messages'.", param="prompt")
@@ -103,7 +103,7 @@ def _read_prompt(body: Mapping[str, Any]) -> Prompt:
 
 
 def _read_tokens(body: Mapping[str, Any], vocab_size: int) -> list[int]:
-    check_tool_fields(body, _DETOKENIZE_FIELDS)
+    check_fields(body, _DETOKENIZE_FIELDS)
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not are_token_ids(token_ids, vocab_size):
         raise InvalidRequest(f"'tokens' must be a list of token ids from 0 to {vocab_size - 1}.", param="tokens")

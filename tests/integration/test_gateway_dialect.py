@@ -794,33 +794,73 @@ async def test_an_alias_is_the_model_everywhere(stand: Stand, alias: str) -> Non
     assert (status, refused["error"]["code"]) == (200, "model_not_found")
 
 
-# --- OpenAI's own client.
+# --- OpenAI's own client, which checks every answer against its types.
 
 
-async def test_the_openai_client_completes_plain_prompts(stand: Stand) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{stand.gateway.base_url}/v1", api_key="none", max_retries=0) as client:
-        whole = await client.completions.create(model=MODEL_NAME, prompt=["a", "b"], n=2)
-        pieces: dict[int, str] = {}
-        async for chunk in await client.completions.create(model=MODEL_NAME, prompt=["a", "b"], n=2, stream=True):
-            for choice in chunk.choices:
-                pieces[choice.index] = pieces.get(choice.index, "") + choice.text
-
-    texts = [CHOICES[index % 2][0] for index in range(4)]
-    assert [choice.text for choice in whole.choices] == texts
-    assert [pieces[index] for index in range(4)] == texts
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(stand: Stand) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stand.gateway.base_url}/v1",
+        api_key="none",
+        max_retries=0,
+        _strict_response_validation=True,
+    ) as client:
+        yield client
 
 
-async def test_the_openai_client_takes_several_choices(stand: Stand) -> None:
+async def test_the_openai_client_takes_several_choices_with_log_probabilities(client: openai.AsyncOpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Count."}]
-    async with openai.AsyncOpenAI(base_url=f"{stand.gateway.base_url}/v1", api_key="none", max_retries=0) as client:
-        whole = await client.chat.completions.create(model=MODEL_NAME, messages=messages, n=3)
-        pieces: dict[int, str] = {}
-        async with client.chat.completions.stream(model=MODEL_NAME, messages=messages, n=3) as stream:
-            async for event in stream:
-                if event.type == "chunk":
-                    for choice in event.chunk.choices:
-                        pieces[choice.index] = pieces.get(choice.index, "") + (choice.delta.content or "")
+
+    whole = await client.chat.completions.create(
+        model=MODEL_NAME, messages=messages, n=3, logprobs=True, top_logprobs=2
+    )
+    pieces: dict[int, str] = {}
+    names: dict[int, list[str]] = {}
+    async with client.chat.completions.stream(
+        model=MODEL_NAME, messages=messages, n=3, logprobs=True, top_logprobs=2
+    ) as stream:
+        async for event in stream:
+            if event.type == "chunk":
+                for choice in event.chunk.choices:
+                    pieces[choice.index] = pieces.get(choice.index, "") + (choice.delta.content or "")
+                    content = choice.logprobs.content if choice.logprobs else None
+                    names.setdefault(choice.index, []).extend(entry.token for entry in content or ())
 
     texts = [text for text, _ in CHOICES]
     assert [choice.message.content for choice in whole.choices] == texts
     assert [pieces[index] for index in range(3)] == texts
+    for answer in whole.choices:
+        assert answer.logprobs is not None
+        assert answer.logprobs.content is not None
+        assert [entry.token for entry in answer.logprobs.content] == names[answer.index]
+
+
+async def test_the_openai_client_completes_plain_prompts(client: openai.AsyncOpenAI) -> None:
+    whole = await client.completions.create(model=MODEL_NAME, prompt=["a", "b"], n=2, logprobs=1)
+    echoed = await client.completions.create(model=MODEL_NAME, prompt=["a", "b"], n=2, echo=True)
+    pieces: dict[int, str] = {}
+    offsets: dict[int, list[int]] = {}
+    # The client's type of a chunk has no null for the reason, which OpenAI sends until the last.
+    async with openai.AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0) as lenient:
+        async for chunk in await lenient.completions.create(
+            model=MODEL_NAME, prompt=["a", "b"], n=2, logprobs=1, stream=True
+        ):
+            for choice in chunk.choices:
+                pieces[choice.index] = pieces.get(choice.index, "") + choice.text
+                if choice.logprobs is not None:
+                    offsets.setdefault(choice.index, []).extend(choice.logprobs.text_offset or ())
+
+    texts = [CHOICES[index % 2][0] for index in range(4)]
+    assert [choice.text for choice in whole.choices] == texts
+    assert [pieces[index] for index in range(4)] == texts
+    assert [choice.text for choice in echoed.choices] == [
+        prompt + text for prompt, text in zip("aabb", texts, strict=True)
+    ]
+    assert [choice.logprobs.text_offset for choice in whole.choices if choice.logprobs] == [
+        offsets[index] for index in range(4)
+    ]
+
+
+async def test_the_openai_client_lists_models_and_their_further_names(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == [MODEL_NAME, *ALIASES]
+    assert (await client.models.retrieve(ALIASES[0])).id == ALIASES[0]
