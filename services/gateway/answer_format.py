@@ -52,6 +52,11 @@ class ChoiceDelta:
     logprobs: Sequence[TokenLogprob] = ()
     prompt_logprobs: Sequence[TokenLogprob] = ()
 
+    @property
+    def num_logprobs(self) -> int:
+        """How many tokens have log-probabilities."""
+        return len(self.logprobs) + len(self.prompt_logprobs)
+
 
 @dataclass(slots=True)
 class WholeChoice:
@@ -73,6 +78,11 @@ class WholeChoice:
         self.logprobs += delta.logprobs
         self.text_offsets += content.text_offsets
         self.prompt_logprobs += delta.prompt_logprobs
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many tokens have log-probabilities."""
+        return len(self.logprobs) + len(self.prompt_logprobs)
 
     @property
     def text(self) -> str:

@@ -7,9 +7,10 @@ deltas, so that the concatenated stream equals the whole answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from aiohttp import web
 
@@ -19,6 +20,9 @@ from services.gateway.failover import Generation, deadline_exceeded
 from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
 from services.gateway.output_text import ChoiceOutput
 from services.gateway.sse import SseWriter
+
+# So many tokens' log-probabilities take about a millisecond to write.
+_MANY_LOGPROBS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +202,10 @@ async def send_whole(source: AnswerSource, answer_format: AnswerFormat) -> web.R
             for delta in await source.next_deltas() or ():
                 choices[delta.choice_index].add(delta)
     counts = await source.usage()
+    num_logprobs = sum(choice.num_logprobs for choice in choices)
+    body = await _written(lambda: answer_format.body(choices, counts), num_logprobs)
     source.finish()
-    return web.Response(body=answer_format.body(choices, counts), content_type="application/json")
+    return web.Response(body=body, content_type="application/json")
 
 
 async def send_stream(source: AnswerSource, writer: SseWriter, answer_format: AnswerFormat) -> web.StreamResponse:
@@ -224,8 +230,18 @@ async def _write_deltas(source: AnswerSource, writer: SseWriter, answer_format: 
         if deltas is None:
             await writer.ping()
             continue
-        data = b"".join(map(answer_format.events, deltas))
+        data = await _events(answer_format, deltas)
         if source.is_over:
             return data
         if data:
             await writer.send(data)
+
+
+async def _events(answer_format: AnswerFormat, deltas: Sequence[ChoiceDelta]) -> bytes:
+    num_logprobs = sum(delta.num_logprobs for delta in deltas)
+    return await _written(lambda: b"".join(map(answer_format.events, deltas)), num_logprobs)
+
+
+async def _written(write: Callable[[], bytes], num_logprobs: int) -> bytes:
+    """Write a part of an answer: in a thread where it would hold others up."""
+    return await asyncio.to_thread(write) if num_logprobs > _MANY_LOGPROBS else write()

@@ -25,7 +25,7 @@ from services.gateway.answers import AnswerSettings, AnswerSource, PromptAnswer,
 from services.gateway.endpoints import Endpoint, Request, ValidRequest
 from services.gateway.failover import Generation, Generations
 from services.gateway.generation import SamplingParams, Submission
-from services.gateway.generation_options import GenerationOptions
+from services.gateway.generation_options import GenerationOptions, check_total_logprobs
 from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.http_errors import internal_error, known_error
 from services.gateway.identity import Tenant
@@ -159,6 +159,11 @@ class Completions:
             )
             for prompt in text.prompts
         ]
+        check_total_logprobs(
+            request.options,
+            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in text.prompts),
+            max_output_tokens=sum(limits),
+        )
         for account, prompt, limit in zip(exchange.accounts, text.prompts, limits, strict=True):
             params = self._sampling_params(request.options, limit, text.bad_words)
             exchange.generations.append(self._new_generation(exchange, account, request.options, prompt, params))

@@ -24,6 +24,9 @@ MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_BAD_WORDS: Final = 64
 MAX_BAD_WORD_CHARACTERS: Final = 256
 MAX_LOGPROBS: Final = 20
+# Log-probabilities of one request in all: so much is kept until the answer is written. It is what 128 prompts of
+# 2,048 tokens need that are scored with one alternative each.
+MAX_TOTAL_LOGPROBS: Final = 2**19
 MAX_PENALTY: Final = 2.0
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 10.0
@@ -142,6 +145,26 @@ def parse_generation_options(
         user=_user(body),
         metadata=_metadata(body),
     )
+
+
+def check_total_logprobs(options: GenerationOptions, *, num_prompt_tokens: int, max_output_tokens: int) -> None:
+    """Refuse a request that may come to more log-probabilities than are kept; counts are of all prompts together.
+
+    Raises:
+        InvalidRequest: there may be too many.
+    """
+    measured = (
+        (options.num_logprobs, max_output_tokens),
+        (options.num_measured_prompt_logprobs, num_prompt_tokens),
+    )
+    counts = [num_tokens * (count + 1) for count, num_tokens in measured if count is not None]
+    total = options.num_choices * sum(counts)
+    if total > MAX_TOTAL_LOGPROBS:
+        raise InvalidRequest(
+            f"The request may come to {total} log-probabilities; this server keeps {MAX_TOTAL_LOGPROBS} for one. "
+            "Ask for fewer alternatives, choices, prompts or tokens.",
+            param="prompt_logprobs" if options.num_logprobs is None else "logprobs",
+        )
 
 
 def read_max_tokens(body: Mapping[str, Any], name: str, *, low: int = 1) -> int | None:

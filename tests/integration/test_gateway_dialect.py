@@ -23,6 +23,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 EOS = 2
 ALIASES = ["meta-llama/Llama-3-70b-instruct", "gpt-4o"]
 TURNS = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Sure: "}]
+# A stream that fails ends its connection, so a test that follows must not use it.
+ONCE = {"Connection": "close"}
 WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
@@ -175,7 +177,7 @@ async def test_an_engine_that_dies_ends_all_choices_with_one_event(stand: Stand)
     stand.engine.default_script = Script(token_ids=stand.encode("c d"), hangs=True, other_choices=(breaking,))
     body = {"model": MODEL_NAME, "messages": TURNS, "stream": True, "n": 2}
 
-    async with stand.gateway.http.post("/v1/chat/completions", json=body) as response:
+    async with stand.gateway.http.post("/v1/chat/completions", json=body, headers=ONCE) as response:
         events = events_of(await response.read())
 
     assert events[-1]["error"]["code"] == "engine_lost"
@@ -455,7 +457,7 @@ async def test_a_prompt_that_fails_ends_the_others(stand: Stand, is_streaming: b
     num_submits = len(stand.engine.submits)
     body = {"model": MODEL_NAME, "prompt": ["a", "b", "c"], "stream": is_streaming}
 
-    async with stand.gateway.http.post("/v1/completions", json=body) as response:
+    async with stand.gateway.http.post("/v1/completions", json=body, headers=ONCE) as response:
         raw, status = await response.read(), response.status
     submits = stand.engine.submits[num_submits:]
     rows = [await stand.telemetry.wait_for(submit.request_id) for submit in submits]
@@ -684,6 +686,32 @@ async def test_log_probabilities_of_a_prompt_have_vllms_shape(stand: Stand) -> N
             assert entry[str(token_id)]["rank"] == token_id % 9 + 1
     assert one["choices"][0]["prompt_logprobs"] == [None]
     assert choice["logprobs"] is None
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_a_long_prompt_is_scored_whole(stand: Stand, is_streaming: bool) -> None:
+    prompt = [1000 + index % 500 for index in range(8000)]
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 0}
+
+    if is_streaming:
+        chunks = choices_of(await complete_events(stand, prompt, **fields))[0]
+        scores = [*itertools.chain.from_iterable(c["logprobs"]["token_logprobs"] for c in chunks if c["logprobs"])]
+    else:
+        _, body, _ = await complete(stand, prompt, **fields)
+        scores = body["choices"][0]["logprobs"]["token_logprobs"]
+
+    assert scores == [None, *map(logprob_of, prompt[1:])]
+
+
+async def test_more_log_probabilities_than_are_kept_are_refused(stand: Stand) -> None:
+    num_submits = len(stand.engine.submits)
+
+    status, body, _ = await chat(stand, n=128, logprobs=True, top_logprobs=20)
+    smaller_status, _, _ = await chat(stand, n=128, logprobs=True, top_logprobs=20, max_tokens=10)
+
+    assert (status, body["error"]["param"]) == (400, "logprobs")
+    assert smaller_status == 200
+    assert len(stand.engine.submits) == num_submits + 1
 
 
 async def test_a_part_of_a_character_is_valid_json_with_its_own_bytes(stand: Stand) -> None:

@@ -15,6 +15,7 @@ from libs.errors import InvalidRequest, OctavoError, UnsupportedField
 from libs.text import load_model_text, resolve_model_path
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
 from services.gateway.generation import FinishReason
+from services.gateway.generation_options import check_total_logprobs
 from services.gateway.logprob_shapes import LogprobShapes
 from services.gateway.openai_fields import TEXT_FIELDS
 from services.gateway.openai_schema import ModelFacts
@@ -131,6 +132,24 @@ def test_log_probabilities_are_counted_alternatives() -> None:
     for wrong in (True, -1, 21, 49152, "1", 1.5):
         assert refusal(logprobs=wrong).param == "logprobs"
     assert refusal(top_logprobs=2).param == "top_logprobs"
+
+
+def test_what_may_come_to_too_many_log_probabilities_is_refused() -> None:
+    def check(num_prompt_tokens: int, max_output_tokens: int, **fields: Any) -> None:
+        options = parse(**fields).options
+        check_total_logprobs(options, num_prompt_tokens=num_prompt_tokens, max_output_tokens=max_output_tokens)
+
+    check(10**9, 10**9)
+    check(10**9, 8192, logprobs=20)
+    check(128 * 2047, 128, logprobs=1, echo=True)
+    for wrong, param in (
+        ({"logprobs": 20, "n": 4}, "logprobs"),
+        ({"logprobs": 5, "echo": True, "n": 32}, "logprobs"),
+        ({"prompt_logprobs": 20, "n": 4}, "prompt_logprobs"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            check(8000, 8000, **wrong)
+        assert caught.value.param == param
 
 
 def test_prompts_and_choices_are_bounded_together() -> None:
