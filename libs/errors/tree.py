@@ -32,13 +32,15 @@ class ContextLengthExceeded(ClientError):
     """Prompt and output do not fit into the model's context."""
 
     @classmethod
-    def of(cls, *, num_prompt_tokens: int, max_output_tokens: int, max_model_len: int) -> ContextLengthExceeded:
-        """Build the error from its numbers, all in tokens."""
+    def of(
+        cls, *, num_prompt_tokens: int, max_output_tokens: int, max_model_len: int, param: str = "messages"
+    ) -> ContextLengthExceeded:
+        """Build the error from its numbers, all in tokens; ``param`` is the field that holds the prompt."""
         return cls(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
             f"{num_prompt_tokens} tokens and needs room for at least {max_output_tokens} more. "
-            "Please shorten the messages or lower the output limit.",
-            param="messages",
+            f"Please shorten the {param} or lower the output limit.",
+            param=param,
         )
 
 

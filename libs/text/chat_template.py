@@ -22,6 +22,8 @@ from libs.text.tokenizer_definition import NamedTokens
 # What a template may add to twice the text of the messages.
 MAX_ADDED_CHARACTERS: Final = 1_000_000
 _MAX_REASON_CHARACTERS: Final = 500
+# Stands for a message that is continued while the template is rendered; its last occurrence is that message.
+_OPEN_MESSAGE_MARK: Final = "OctavoContinuesHere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +58,38 @@ class ChatTemplate:
         return self._render(values, add_generation_prompt=add_generation_prompt)
 
     def render_token_ids(
-        self, messages: Sequence[ChatMessage], tokenizer: Tokenizer, *, add_generation_prompt: bool
+        self,
+        messages: Sequence[ChatMessage],
+        tokenizer: Tokenizer,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
     ) -> list[int]:
-        """Return the conversation as token ids; the text of a control token in a message stays text."""
+        """Return the conversation as token ids; the text of a control token in a message stays text.
+
+        With ``continue_final_message`` they end exactly with the last message's text, whatever the template would
+        trim of it or put after it.
+        """
         values: Any = [message.as_template_value() for message in messages]  # Any: JSON-like, as jinja takes it.
-        if not tokenizer.control_text.has_risk(values):
+        has_risk = tokenizer.control_text.has_risk(values)
+        if has_risk:
+            values = tokenizer.control_text.protect(values)
+        if continue_final_message:
+            rendered = self._render_open(values)
+        else:
             rendered = self._render(values, add_generation_prompt=add_generation_prompt)
-            return tokenizer.encode(rendered, allow_special=True)
-        protected = tokenizer.control_text.protect(values)
-        return tokenizer.encode_protected(self._render(protected, add_generation_prompt=add_generation_prompt))
+        if has_risk:
+            return tokenizer.encode_protected(rendered)
+        return tokenizer.encode(rendered, allow_special=True)
+
+    def _render_open(self, messages: Sequence[dict[str, str]]) -> str:
+        """Render up to the last message's text and put that text after it as it is."""
+        last = messages[-1]
+        marked = [*messages[:-1], last | {"content": _OPEN_MESSAGE_MARK}]
+        before, mark, _ = self._render(marked, add_generation_prompt=False).rpartition(_OPEN_MESSAGE_MARK)
+        if not mark:
+            raise _refusal("it does not write the last message as it is, so that message cannot be continued")
+        return before + last["content"]
 
     def _render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         num_characters = sum(len(text) for message in messages for text in message.values())
@@ -92,7 +117,12 @@ class MissingChatTemplate:
         raise _no_template()
 
     def render_token_ids(
-        self, messages: Sequence[ChatMessage], tokenizer: Tokenizer, *, add_generation_prompt: bool
+        self,
+        messages: Sequence[ChatMessage],
+        tokenizer: Tokenizer,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
     ) -> NoReturn:
         """Refuse."""
         raise _no_template()

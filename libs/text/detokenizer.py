@@ -19,16 +19,21 @@ class IncrementalDetokenizer:
     Bytes that begin a character wait until it is complete. Bytes that cannot belong to any character become
     U+FFFD, one for each maximal part of a character (the rule of Unicode, section 3.9, and of the WHATWG): the
     same text comes out however the tokens are cut into calls, and it is what decoding all bytes at once gives.
+    The space that some tokenizers put before a text is dropped, unless the tokens go on with a text that is shown
+    before (``is_continued``).
     Special tokens are left out unless asked for; bytes on both sides of one still form a character together.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, is_continued: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._skips_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoding = tokenizer.decoding
-        self._is_first_token = decoding.leading_space is LeadingSpace.DROPPED_FROM_FIRST_TOKEN
-        self._num_spaces_to_drop = decoding.max_spaces_dropped
+        drops_from_token = decoding.leading_space is LeadingSpace.DROPPED_FROM_FIRST_TOKEN
+        self._is_first_token = drops_from_token and not is_continued
+        self._num_spaces_to_drop = 0 if is_continued else decoding.max_spaces_dropped
 
     def add(self, token_ids: Iterable[int]) -> str:
         """Take the next tokens and return the text that is now certain."""

@@ -17,10 +17,12 @@ _DRAINING_RETRY_SECONDS = 5.0
 
 
 class AdmissionSlot:
-    """One admitted request and the task that serves it."""
+    """One admitted request and the task that serves it; it holds as many places as it has prompts."""
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
+    def __init__(self, task: asyncio.Task[Any], admission: Admission) -> None:
         self._task = task
+        self._admission = admission
+        self.num_places = 1
         self._interruption: OctavoError | None = None
 
     def interrupt(self, error: OctavoError) -> None:
@@ -28,6 +30,11 @@ class AdmissionSlot:
         if self._interruption is None:
             self._interruption = error
             self._task.cancel()
+
+    def grow(self, num_more: int) -> None:
+        """Take further places; raises Overloaded when there are not so many."""
+        self._admission.take_places(num_more)
+        self.num_places += num_more
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -48,6 +55,7 @@ class Admission:
     def __init__(self, *, max_requests: int) -> None:
         self._max_requests = max_requests
         self._slots: set[AdmissionSlot] = set()
+        self._num_taken = 0
         self._is_draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -67,22 +75,29 @@ class Admission:
         """
         if self._is_draining:
             raise draining_error()
-        if len(self._slots) >= self._max_requests:
-            raise Overloaded(
-                f"The gateway serves {self._max_requests} requests already; try again shortly.",
-                retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
-            )
         task = asyncio.current_task()
         assert task is not None, "requests are served by tasks"
-        slot = AdmissionSlot(task)
+        self.take_places(1)
+        slot = AdmissionSlot(task, self)
         self._slots.add(slot)
         self._empty.clear()
         try:
             yield slot
         finally:
             self._slots.discard(slot)
+            self._num_taken -= slot.num_places
             if not self._slots:
                 self._empty.set()
+
+    def take_places(self, num_places: int) -> None:
+        """Take places for a slot; raises Overloaded when there are not so many."""
+        if self._num_taken + num_places > self._max_requests:
+            raise Overloaded(
+                f"The gateway serves {self._num_taken} prompts of at most {self._max_requests} already, so "
+                f"{num_places} more do not fit; try again shortly.",
+                retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
+            )
+        self._num_taken += num_places
 
     def start_draining(self) -> None:
         """Refuse new requests from now on."""

@@ -1,22 +1,28 @@
-"""The two ways to answer a chat completion: a stream of events, and one body at the end.
+"""The two ways to answer: a stream of events, and one body at the end.
 
 Owns how engine steps become text for a client, keep-alives, and which end a client sees. Both ways read the same
-steps, so that the concatenated stream equals the whole answer.
+deltas, so that the concatenated stream equals the whole answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from aiohttp import web
 
 from services.gateway.accounting import RequestAccount
-from services.gateway.failover import Generation
-from services.gateway.generation import FinishReason, GenerationFailed, GenerationFinished, GenerationStep
-from services.gateway.openai_answers import AnswerHead, ChatChunks, UsageCounts, completion_body
-from services.gateway.output_text import OutputText, TextDelta
+from services.gateway.answer_format import AnswerFormat, ChoiceDelta, UsageCounts, WholeChoice
+from services.gateway.failover import Generation, deadline_exceeded
+from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
+from services.gateway.output_text import ChoiceOutput
 from services.gateway.sse import SseWriter
+
+# So many tokens' log-probabilities take about a millisecond to write.
+_MANY_LOGPROBS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,139 +33,215 @@ class AnswerSettings:
     abort_settle_seconds: float
 
 
-class AnswerSource:
-    """One request's text as it comes from its generation, counted on the way."""
+class PromptAnswer:
+    """The choices of one prompt as they come from its generation, counted on the way."""
 
     def __init__(
-        self, generation: Generation, output: OutputText, account: RequestAccount, settings: AnswerSettings
+        self, generation: Generation, outputs: Sequence[ChoiceOutput], account: RequestAccount, *, prompt_index: int
     ) -> None:
-        self._generation = generation
-        self._output = output
+        self.generation = generation
+        self._outputs = outputs
         self._account = account
-        self._settings = settings
-        self._step: GenerationStep | None = None
+        self._first_index = prompt_index * len(outputs)
+        self._begun: set[int] = set()
+        self._reasons: dict[int, FinishReason] = {}
+        self.failure: Exception | None = None
 
     @property
-    def heartbeat_seconds(self) -> float:
-        """How long a client may be left without a sign of life."""
-        return self._settings.heartbeat_seconds
+    def num_choices(self) -> int:
+        """How many choices the prompt has."""
+        return len(self._outputs)
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the engine has ended the generation, so that its counts are known."""
-        return self._generation.has_ended
+    def is_over(self) -> bool:
+        """Whether all choices have ended for the client."""
+        return len(self._reasons) == len(self._outputs)
 
-    async def start(self) -> None:
-        """Wait for the first step; raises OctavoError when there is none."""
-        self._step = await self._generation.start()
+    def take(self) -> list[ChoiceDelta]:
+        """Take what has come; a failure is noted, and what came before it is given."""
+        steps = self.generation.take()
+        is_begun = not self._account.has_delivered
+        if any(step.token_ids for step in steps) or (steps and is_begun):
+            self._account.deliver()
+        deltas = [self._delta(step) for step in steps if step.choice_index not in self._reasons]
+        self._account.num_completion_tokens = sum(output.num_tokens for output in self._outputs)
+        if self.is_over:
+            # After a stop string the engine would go on; nobody wants what it would say.
+            self.generation.stop()
+        return deltas
 
-    async def next_delta(self) -> TextDelta | None:
-        """Return the next text; None when nothing came for the time of a heartbeat.
+    def finish(self) -> None:
+        """Close the books of an answer that is over: it is cut by its length if any choice is."""
+        is_cut = FinishReason.LENGTH in self._reasons.values()
+        self._account.finish(FinishReason.LENGTH if is_cut else FinishReason.STOP)
 
-        Raises:
-            OctavoError: the engine failed; what came before the failure was returned already.
-        """
-        step, self._step = self._step, None
-        if step is None:
-            step = await self._generation.next_step(self._settings.heartbeat_seconds)
-        if step is None:
-            return None
-        if isinstance(step.end, GenerationFailed):
-            if not step.token_ids:
-                raise step.end.error
-            # First the tokens, then the error.
-            self._step = GenerationStep([], step.end)
-            return self._take(step, None)
-        return self._take(step, step.end)
-
-    async def usage(self) -> UsageCounts:
-        """Return the counts of an answer that is over, with those that only the engine knows if it tells."""
-        await self._generation.settle(self._settings.abort_settle_seconds)
-        usage = self._generation.usage
+    def usage(self) -> UsageCounts:
+        """Return the counts, with those that only the engine knows if it has told them."""
+        usage = self.generation.usage
         return UsageCounts(
             num_prompt_tokens=self._account.num_prompt_tokens,
             num_completion_tokens=self._account.num_completion_tokens,
             num_cached_tokens=None if usage is None else usage.num_cached_tokens,
         )
 
-    def _take(self, step: GenerationStep, end: GenerationFinished | None) -> TextDelta:
-        if step.token_ids or not self._account.has_delivered:
-            self._account.deliver()
-        delta = self._output.take(step.token_ids, end)
-        self._account.num_completion_tokens = self._output.num_tokens
-        if delta.finish_reason is not None:
-            # After a stop string the engine would go on; nobody wants what it would say.
-            self._generation.stop()
-        return delta
+    def _delta(self, step: ChoiceStep) -> ChoiceDelta:
+        index, end = step.choice_index, step.end
+        if isinstance(end, GenerationFailed):
+            self.failure, end = end.error, None
+        content = self._outputs[index].take(step.token_ids, end)
+        if content.finish_reason is not None:
+            self._reasons[index] = content.finish_reason
+            if not self.is_over:
+                self.generation.stop_choice(index)
+        # What was sampled beyond a stop string is surplus, like its tokens.
+        logprobs = step.logprobs[: len(content.token_ids)]
+        return ChoiceDelta(self._first_index + index, content, logprobs, self._prompt_logprobs_for(index))
+
+    def _prompt_logprobs_for(self, index: int) -> Sequence[TokenLogprob]:
+        """Return those of the prompt with the first delta of each choice."""
+        if index in self._begun:
+            return ()
+        self._begun.add(index)
+        return self.generation.prompt_logprobs
 
 
-async def send_whole(source: AnswerSource, head: AnswerHead, account: RequestAccount) -> web.Response:
+class AnswerSource:
+    """All choices of a request as they come, whichever of its prompts is served first.
+
+    ``news`` is what the prompts' generations set when there is something to take; ``deadline`` is the request's
+    last moment on the event loop's clock.
+    """
+
+    def __init__(
+        self, prompts: Sequence[PromptAnswer], news: asyncio.Event, *, deadline: float, settings: AnswerSettings
+    ) -> None:
+        self._prompts = prompts
+        self._news = news
+        self._deadline = deadline
+        self._settings = settings
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices there are."""
+        return sum(prompt.num_choices for prompt in self._prompts)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all choices have ended for the client."""
+        return all(prompt.is_over for prompt in self._prompts)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engines have ended everything, so that their counts are known."""
+        return all(prompt.generation.has_ended for prompt in self._prompts)
+
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator[None]:
+        """Start all generations at once; who has not found a place at the end stops looking for one."""
+        starting = [asyncio.create_task(self._start(prompt)) for prompt in self._prompts]
+        try:
+            yield
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+
+    async def next_deltas(self) -> list[ChoiceDelta] | None:
+        """Return what came next; None when nothing came for the time of a heartbeat.
+
+        Raises:
+            OctavoError: a prompt could not be served or its engine failed; what came before was returned already.
+        """
+        wait_until = asyncio.get_running_loop().time() + self._settings.heartbeat_seconds
+        while True:
+            for prompt in self._prompts:
+                if prompt.failure is not None:
+                    raise prompt.failure
+            try:
+                async with asyncio.timeout_at(min(wait_until, self._deadline)):
+                    await self._news.wait()
+            except TimeoutError:
+                if wait_until >= self._deadline:
+                    raise deadline_exceeded() from None
+                return None
+            self._news.clear()
+            if deltas := [delta for prompt in self._prompts for delta in prompt.take()]:
+                return deltas
+
+    async def usage(self) -> UsageCounts:
+        """Return the counts of an answer that is over; engines get a moment to tell theirs."""
+        settle_seconds = self._settings.abort_settle_seconds
+        await asyncio.gather(*(prompt.generation.settle(settle_seconds) for prompt in self._prompts))
+        counts = [prompt.usage() for prompt in self._prompts]
+        cached = [count.num_cached_tokens for count in counts if count.num_cached_tokens is not None]
+        return UsageCounts(
+            num_prompt_tokens=sum(count.num_prompt_tokens for count in counts),
+            num_completion_tokens=sum(count.num_completion_tokens for count in counts),
+            num_cached_tokens=sum(cached) if len(cached) == len(counts) else None,
+        )
+
+    def finish(self) -> None:
+        """Close the books of an answer that is over."""
+        for prompt in self._prompts:
+            prompt.finish()
+
+    async def _start(self, prompt: PromptAnswer) -> None:
+        try:
+            await prompt.generation.start()
+        except Exception as error:  # Whatever it is, it is raised where the answer is written.
+            prompt.failure = error
+        finally:
+            self._news.set()
+
+
+async def send_whole(source: AnswerSource, answer_format: AnswerFormat) -> web.Response:
     """Collect the answer and return it as one body."""
-    await source.start()
-    pieces: list[str] = []
-    reason: FinishReason | None = None
-    while reason is None:
-        delta = await source.next_delta()
-        if delta is not None:
-            pieces.append(delta.text)
-            reason = delta.finish_reason
-    usage = await source.usage()
-    account.finish(reason)
-    body = completion_body(head, text="".join(pieces), reason=reason, usage=usage)
+    choices = [WholeChoice() for _ in range(source.num_choices)]
+    async with source.started():
+        while not source.is_over:
+            for delta in await source.next_deltas() or ():
+                choices[delta.choice_index].add(delta)
+    counts = await source.usage()
+    num_logprobs = sum(choice.num_logprobs for choice in choices)
+    body = await _written(lambda: answer_format.body(choices, counts), num_logprobs)
+    source.finish()
     return web.Response(body=body, content_type="application/json")
 
 
-async def send_stream(
-    source: AnswerSource, writer: SseWriter, chunks: ChatChunks, account: RequestAccount
-) -> web.StreamResponse:
+async def send_stream(source: AnswerSource, writer: SseWriter, answer_format: AnswerFormat) -> web.StreamResponse:
     """Write the answer as it comes; an error is raised, whether or not the stream has begun."""
-    await _start(source, writer)
-    ending = await _write_deltas(source, writer, chunks)
-    data = ending.data + chunks.finish(ending.reason)
-    if chunks.includes_usage:
+    async with source.started():
+        data = await _write_deltas(source, writer, answer_format)
+    if answer_format.includes_usage:
         if not source.has_ended:
             # The engine is asked for its counts after a stop string; the client need not wait for the text.
             await writer.send(data)
             data = b""
-        data += chunks.usage(await source.usage())
+        data += answer_format.usage_event(await source.usage())
     response = await writer.finish(data)
-    account.finish(ending.reason)
+    source.finish()
     return response
 
 
-async def _start(source: AnswerSource, writer: SseWriter) -> None:
-    """Wait for the first step and keep the client waiting too, by comments."""
-    starting = asyncio.create_task(source.start())
-    try:
-        while not starting.done():
-            await asyncio.wait({starting}, timeout=source.heartbeat_seconds)
-            if not starting.done():
-                await writer.ping()
-        starting.result()
-    finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """What is left to write when the text is over."""
-
-    data: bytes
-    reason: FinishReason
-
-
-async def _write_deltas(source: AnswerSource, writer: SseWriter, chunks: ChatChunks) -> _Ending:
-    """Write the text until its end; the role goes out with the first of it and the last is left to the caller."""
-    prefix = chunks.role()
+async def _write_deltas(source: AnswerSource, writer: SseWriter, answer_format: AnswerFormat) -> bytes:
+    """Write the choices until their ends; the last events are left to the caller."""
     while True:
-        delta = await source.next_delta()
-        if delta is None:
+        deltas = await source.next_deltas()
+        if deltas is None:
             await writer.ping()
             continue
-        data = prefix + chunks.content(delta.text)
-        if delta.finish_reason is not None:
-            return _Ending(data, delta.finish_reason)
-        prefix = b""
+        data = await _events(answer_format, deltas)
+        if source.is_over:
+            return data
         if data:
             await writer.send(data)
+
+
+async def _events(answer_format: AnswerFormat, deltas: Sequence[ChoiceDelta]) -> bytes:
+    num_logprobs = sum(delta.num_logprobs for delta in deltas)
+    return await _written(lambda: b"".join(map(answer_format.events, deltas)), num_logprobs)
+
+
+async def _written(write: Callable[[], bytes], num_logprobs: int) -> bytes:
+    """Write a part of an answer: in a thread where it would hold others up."""
+    return await asyncio.to_thread(write) if num_logprobs > _MANY_LOGPROBS else write()

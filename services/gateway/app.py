@@ -27,13 +27,15 @@ from libs.errors import (
 from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
-from services.gateway.completions import Caller, ChatCompletions
+from services.gateway.completions import Caller, Completions
+from services.gateway.endpoints import CHAT, TEXT
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.http_errors import error_response, internal_error
 from services.gateway.http_server import SERVER_NAME
 from services.gateway.identity import Authenticator
 from services.gateway.openai_answers import model_object
 from services.gateway.openai_schema import ModelFacts, check_model_name
+from services.gateway.tokenization import Tokenization
 
 log = get_logger("app")
 
@@ -54,7 +56,8 @@ _METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 class Parts:
     """What the routes are made of."""
 
-    completions: ChatCompletions
+    completions: Completions
+    tokenization: Tokenization
     authenticator: Authenticator
     admission: Admission
     directory: EngineDirectory
@@ -76,6 +79,9 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
     app.add_routes(
         [
             web.post("/v1/chat/completions", routes.chat_completions, expect_handler=_go_on),
+            web.post("/v1/completions", routes.text_completions, expect_handler=_go_on),
+            web.post("/tokenize", routes.tokenize, expect_handler=_go_on),
+            web.post("/detokenize", routes.detokenize, expect_handler=_go_on),
             web.get("/v1/models", routes.list_models),
             web.get("/v1/models/{model_id:.+}", routes.get_model),
             web.get("/livez", routes.livez),
@@ -93,14 +99,25 @@ class _Routes:
         self._parts = parts
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER])
+        return await self._parts.completions.post(request, request[_CALLER], CHAT)
+
+    async def text_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._parts.completions.post(request, request[_CALLER], TEXT)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        return await self._parts.tokenization.tokenize(request)
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        return await self._parts.tokenization.detokenize(request)
 
     async def list_models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._model()]})
+        models = [self._model(name) for name in self._parts.model.all_names]
+        return _json({"object": "list", "data": models})
 
     async def get_model(self, request: web.Request) -> web.Response:
-        check_model_name(request.match_info["model_id"], self._parts.model)
-        return _json(self._model())
+        name = request.match_info["model_id"]
+        check_model_name(name, self._parts.model)
+        return _json(self._model(name))
 
     async def livez(self, request: web.Request) -> web.Response:
         """Answer as long as the event loop runs; a supervisor restarts the process when it does not."""
@@ -128,9 +145,10 @@ class _Routes:
         body = render(self._parts.metrics.registry) + render(engines.registry)
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: _METRICS_CONTENT_TYPE})
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return model_object(
-            name=self._parts.model.name,
+            name=name,
+            root=self._parts.model.name,
             created=self._parts.start_time,
             max_model_len=self._parts.max_model_len(),
         )

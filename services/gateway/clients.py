@@ -51,9 +51,9 @@ class GenerationCall:
         """Start a request."""
         await self._stream.send(wire.encode_submit(submission, remaining_seconds))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request."""
-        await self._stream.send(wire.encode_abort(request_id))
+    async def abort(self, request_id: str, handles: Sequence[int]) -> None:
+        """End some choices of a request, or all where none is named."""
+        await self._stream.send(wire.encode_abort(request_id, handles))
 
     async def __aiter__(self) -> AsyncIterator[StepEvents]:
         async for message in self._stream:

@@ -1,14 +1,17 @@
-"""POST /v1/chat/completions: parse, admit, spool, prepare, place, submit, answer, account.
+"""The requests that generate: parse, admit, spool, prepare, place, submit, answer, account.
 
-Owns the order of these and which end is written down. It must not know how any of them is done.
+Owns the order of these and which end is written down. It must not know how any of them is done, nor the dialect in
+which a request is asked and answered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from aiohttp import web
@@ -16,22 +19,18 @@ from aiohttp import web
 from libs.errors import OctavoError
 from libs.obs import get_logger
 from services.gateway.accounting import Ledger, RequestAccount, RequestIdentity
-from services.gateway.admission import Admission
-from services.gateway.answers import AnswerSettings, AnswerSource, send_stream, send_whole
+from services.gateway.admission import Admission, AdmissionSlot
+from services.gateway.answer_format import AnswerHead
+from services.gateway.answers import AnswerSettings, AnswerSource, PromptAnswer, send_stream, send_whole
+from services.gateway.endpoints import Endpoint, Request, ValidRequest
 from services.gateway.failover import Generation, Generations
 from services.gateway.generation import SamplingParams, Submission
+from services.gateway.generation_options import GenerationOptions, check_total_logprobs
 from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.http_errors import internal_error, known_error
 from services.gateway.identity import Tenant
-from services.gateway.openai_answers import AnswerHead, ChatChunks
-from services.gateway.openai_schema import (
-    ModelFacts,
-    ValidChatCompletion,
-    parse_chat_completion,
-    parse_json,
-    read_head,
-)
-from services.gateway.output_text import OutputText
+from services.gateway.openai_schema import ModelFacts, parse_json, read_head
+from services.gateway.output_text import ChoiceOutput, new_output
 from services.gateway.peers import PlacementAsk
 from services.gateway.sse import SseWriter
 from services.gateway.text_preparation import PreparedPrompt, TextPreparation, fit_output
@@ -62,19 +61,21 @@ class Caller:
 
 @dataclass(slots=True)
 class _Exchange:
-    """One request while it is served."""
+    """One request while it is served: an account for each prompt, and its generation as soon as there is one."""
 
     http_request: web.Request
     caller: Caller
-    account: RequestAccount
+    accounts: list[RequestAccount]
     writer: SseWriter
     # The request's last moment on the event loop's clock.
     deadline: float
-    generation: Generation | None = None
+    generations: list[Generation] = field(default_factory=list)
+    # Set when any generation has something to take.
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class ChatCompletions:
-    """Serves chat completions."""
+class Completions:
+    """Serves requests for text, whatever their dialect."""
 
     def __init__(
         self,
@@ -99,27 +100,24 @@ class ChatCompletions:
         self._draw_seed = draw_seed
         self._tasks = tasks
 
-    async def post(self, http_request: web.Request, caller: Caller) -> web.StreamResponse:
-        """Serve one request; however it ends, its account is closed with that end.
+    async def post(
+        self, http_request: web.Request, caller: Caller, endpoint: Endpoint[Request]
+    ) -> web.StreamResponse:
+        """Serve one request; however it ends, its accounts are closed with that end.
 
         Raises:
             OctavoError: an error before the first byte of the answer.
         """
-        identity = RequestIdentity(
-            request_id=caller.request_id,
-            client_request_id=caller.client_request_id,
-            tenant_id=caller.tenant.tenant_id,
-            endpoint=http_request.path,
-        )
-        account = self._ledger.open(identity)
+        account = self._ledger.open(_identity(http_request, caller, caller.request_id))
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_seconds
         writer = SseWriter(http_request, deadline=deadline)
-        exchange = _Exchange(http_request, caller, account, writer, deadline)
+        exchange = _Exchange(http_request, caller, [account], writer, deadline)
         try:
             with self._admission.admit() as slot, slot.interruptible():
-                return await self._serve(exchange)
+                return await self._serve(exchange, endpoint, slot)
         except (asyncio.CancelledError, ConnectionError) as left:
-            account.abort(is_head_sent=writer.is_open)
+            for account in exchange.accounts:
+                account.abort(is_head_sent=writer.is_open)
             # aiohttp would answer a ConnectionError, to nobody.
             raise asyncio.CancelledError from left
         except OctavoError as error:
@@ -128,90 +126,149 @@ class ChatCompletions:
             log.exception("request failed", request_id=caller.request_id)
             return await _fail(exchange, internal_error(caller.request_id))
         finally:
-            self._close(account, exchange.generation)
+            for account, generation in itertools.zip_longest(exchange.accounts, exchange.generations):
+                self._close(account, generation)
 
-    async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
-        account, caller = exchange.account, exchange.caller
+    async def _serve(
+        self, exchange: _Exchange, endpoint: Endpoint[Request], slot: AdmissionSlot
+    ) -> web.StreamResponse:
         body = parse_json(await read_json_body(exchange.http_request, self._settings.body_limits))
         head = read_head(body)
-        account.model_name, account.is_streaming = head.model_name, head.is_streaming
-        request = parse_chat_completion(body, self._model)
-        account.user, account.metadata = request.user, request.metadata
-        account.accept()
+        exchange.accounts[0].model_name = self._model.own_name(head.model_name)
+        exchange.accounts[0].is_streaming = head.is_streaming
+        request = endpoint.parse(body, self._model)
+        slot.grow(len(request.prompts) - 1)
+        self._accept(exchange, request)
 
         max_model_len = self._max_model_len()
-        prompt = await self._text.prepare(request, cache_salt=caller.tenant.cache_salt, max_model_len=max_model_len)
-        account.num_prompt_tokens = len(prompt.token_ids)
-        max_output_tokens = fit_output(
-            request,
-            num_prompt_tokens=len(prompt.token_ids),
+        text = await self._text.prepare(
+            request.prompts,
+            request.options,
+            cache_salt=exchange.caller.tenant.cache_salt,
             max_model_len=max_model_len,
-            default_max_tokens=self._settings.default_max_tokens,
         )
-        exchange.generation = self._new_generation(exchange, request, prompt, max_output_tokens)
-        return await self._answer(exchange, request, exchange.generation)
+        for account, prompt in zip(exchange.accounts, text.prompts, strict=True):
+            account.num_prompt_tokens = len(prompt.token_ids)
+        limits = [
+            fit_output(
+                request.options,
+                num_prompt_tokens=len(prompt.token_ids),
+                max_model_len=max_model_len,
+                default_max_tokens=endpoint.default_max_tokens or self._settings.default_max_tokens,
+                prompt_field=endpoint.prompt_field,
+            )
+            for prompt in text.prompts
+        ]
+        check_total_logprobs(
+            request.options,
+            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in text.prompts),
+            max_output_tokens=sum(limits),
+        )
+        for account, prompt, limit in zip(exchange.accounts, text.prompts, limits, strict=True):
+            params = self._sampling_params(request.options, limit, text.bad_words)
+            exchange.generations.append(self._new_generation(exchange, account, request.options, prompt, params))
+        return await self._answer(exchange, endpoint, request, text.prompts)
+
+    def _accept(self, exchange: _Exchange, request: ValidRequest) -> None:
+        """Open an account for every prompt, and write all down before any is placed."""
+        for index in range(1, len(request.prompts)):
+            request_id = _request_id_of_prompt(exchange.caller.request_id, index)
+            identity = _identity(exchange.http_request, exchange.caller, request_id)
+            exchange.accounts.append(self._ledger.open(identity))
+        for account in exchange.accounts:
+            account.model_name, account.is_streaming = self._model.name, request.options.is_streaming
+            account.user, account.metadata = request.options.user, request.options.metadata
+            account.accept()
 
     def _new_generation(
-        self, exchange: _Exchange, request: ValidChatCompletion, prompt: PreparedPrompt, max_output_tokens: int
+        self,
+        exchange: _Exchange,
+        account: RequestAccount,
+        options: GenerationOptions,
+        prompt: PreparedPrompt,
+        params: SamplingParams,
     ) -> Generation:
         caller = exchange.caller
         traceparent = _traceparent(exchange.http_request)
         ask = PlacementAsk(
-            request_id=caller.request_id,
+            request_id=account.identity.request_id,
             tenant_id=caller.tenant.tenant_id,
             traceparent=traceparent,
-            model_name=request.model,
+            model_name=self._model.name,
             num_prompt_tokens=len(prompt.token_ids),
-            max_output_tokens=max_output_tokens,
+            max_output_tokens=params.max_output_tokens,
             prefix_hashes=prompt.prefix_hashes,
             hash_contract=self._text.hash_contract,
+            priority=options.priority,
         )
         submission = Submission(
-            request_id=caller.request_id,
+            request_id=account.identity.request_id,
             tenant_id=caller.tenant.tenant_id,
             traceparent=traceparent,
             prompt_token_ids=prompt.token_ids,
-            sampling_params=self._sampling_params(request, max_output_tokens),
+            sampling_params=params,
             cache_salt=caller.tenant.cache_salt,
             shared_prefix=prompt.shared_prefix,
+            num_choices=options.num_choices,
+            priority=options.priority,
         )
-        return self._generations.new(ask, submission, deadline=exchange.deadline)
+        return self._generations.new(ask, submission, deadline=exchange.deadline, news=exchange.news)
 
-    def _sampling_params(self, request: ValidChatCompletion, max_output_tokens: int) -> SamplingParams:
+    def _sampling_params(
+        self, options: GenerationOptions, max_output_tokens: int, bad_words: tuple[tuple[int, ...], ...]
+    ) -> SamplingParams:
         return SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
             # Always sent, so that the request can be computed again exactly.
-            seed=self._draw_seed() if request.seed is None else request.seed,
+            seed=self._draw_seed() if options.seed is None else options.seed,
             max_output_tokens=max_output_tokens,
-            min_output_tokens=request.min_output_tokens,
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=request.ignore_eos,
+            min_output_tokens=options.min_output_tokens,
+            stop_token_ids=options.stop_token_ids,
+            ignore_eos=options.ignore_eos,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            repetition_penalty=options.repetition_penalty,
+            logit_bias=options.logit_bias,
+            allowed_token_ids=options.allowed_token_ids,
+            bad_words=bad_words,
+            num_logprobs=options.num_logprobs if options.max_output_tokens != 0 else None,
+            num_prompt_logprobs=options.num_measured_prompt_logprobs,
         )
 
     async def _answer(
-        self, exchange: _Exchange, request: ValidChatCompletion, generation: Generation
+        self,
+        exchange: _Exchange,
+        endpoint: Endpoint[Request],
+        request: Request,
+        prompts: Sequence[PreparedPrompt],
     ) -> web.StreamResponse:
-        output = OutputText(
-            self._text.model_text.tokenizer,
-            stop_strings=request.stop_strings,
-            min_output_tokens=request.min_output_tokens,
-        )
-        source = AnswerSource(generation, output, exchange.account, self._settings.answers)
+        served = zip(exchange.accounts, exchange.generations, prompts, strict=True)
+        answers = [
+            PromptAnswer(generation, self._new_outputs(request.options, prompt), account, prompt_index=index)
+            for index, (account, generation, prompt) in enumerate(served)
+        ]
+        source = AnswerSource(answers, exchange.news, deadline=exchange.deadline, settings=self._settings.answers)
         head = AnswerHead(
-            completion_id=f"chatcmpl-{exchange.caller.request_id}",
-            created=int(exchange.account.accepted_time),
+            answer_id=f"{endpoint.answer_id_prefix}{exchange.caller.request_id}",
+            created=int(exchange.accounts[0].accepted_time),
             model=request.model,
         )
-        if not request.is_streaming:
-            return await send_whole(source, head, exchange.account)
-        chunks = ChatChunks(head, includes_usage=request.includes_usage)
-        return await send_stream(source, exchange.writer, chunks, exchange.account)
+        answer_format = endpoint.new_format(request, head, prompts, self._text.model_text.tokenizer)
+        if request.options.is_streaming:
+            return await send_stream(source, exchange.writer, answer_format)
+        return await send_whole(source, answer_format)
+
+    def _new_outputs(self, options: GenerationOptions, prompt: PreparedPrompt) -> list[ChoiceOutput]:
+        tokenizer = self._text.model_text.tokenizer
+        return [
+            new_output(tokenizer, options, is_continued=prompt.is_continued) for _ in range(options.num_choices)
+        ]
 
     def _close(self, account: RequestAccount, generation: Generation | None) -> None:
-        """Stop what still runs for the request and close its account, once the engine has given its counts."""
+        """Stop what still runs for a prompt and close its account, once the engine has given its counts."""
         if generation is None:
             account.close(usage=None, num_received_tokens=0, engine_id="", num_retries=0)
             return
@@ -230,7 +287,8 @@ class ChatCompletions:
 
 async def _fail(exchange: _Exchange, error: OctavoError) -> web.StreamResponse:
     """Write an error down and tell the client: as an event when the stream has begun, else by raising it."""
-    exchange.account.fail(error, is_head_sent=exchange.writer.is_open)
+    for account in exchange.accounts:
+        account.fail(error, is_head_sent=exchange.writer.is_open)
     if exchange.writer.is_open:
         return await exchange.writer.fail(error)
     raise error
@@ -243,6 +301,20 @@ def _close_with(account: RequestAccount, generation: Generation) -> None:
         engine_id=generation.engine_id,
         num_retries=generation.num_retries,
     )
+
+
+def _identity(http_request: web.Request, caller: Caller, request_id: str) -> RequestIdentity:
+    return RequestIdentity(
+        request_id=request_id,
+        client_request_id=caller.client_request_id,
+        tenant_id=caller.tenant.tenant_id,
+        endpoint=http_request.path,
+    )
+
+
+def _request_id_of_prompt(request_id: str, index: int) -> str:
+    """Return the id of a further prompt of a request; it follows from the first one's, which is the request's."""
+    return str(uuid.uuid5(uuid.UUID(request_id), f"prompt-{index}"))
 
 
 def _traceparent(http_request: web.Request) -> str | None:

@@ -44,6 +44,9 @@ class GatewayConfig:
         "Model whose tokenizer and chat template are used: a folder, a .gguf file or a packaged model's name.",
     )
     served_model_name: str | None = setting(None, "The model's public name; unset takes it from model.")
+    model_aliases: tuple[str, ...] = setting(
+        (), "Further names by which clients may ask for the model, comma-separated."
+    )
     block_size: int = setting(16, "Tokens in a KV block; must be the engines' own.", unit="tokens")
     default_max_tokens: int | None = setting(
         4096, "Output limit of a request that sets none; the room left in the context bounds it too.", unit="tokens"
@@ -121,6 +124,8 @@ class GatewayConfig:
             raise ValueError("port must be at most 65535.")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:
             raise ValueError("default_max_tokens must be at least one.")
+        if not all(self.model_aliases) or len(set(self.model_aliases)) < len(self.model_aliases):
+            raise ValueError("model_aliases must be names that differ.")
         if _GATEWAY_ID.fullmatch(self.gateway_id) is None:
             raise ValueError("gateway_id must be up to 64 letters, digits, dots, dashes and underscores.")
         if self.api_keys_file is None and not self.allow_unauthenticated and not is_loopback(self.host):

@@ -7,89 +7,177 @@ engine was chosen. Every request that was submitted gets exactly one end, also w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from libs.errors import EngineLost, InternalError, OctavoError, Overloaded, UnavailableError
 from libs.obs import get_logger
 from services.gateway.clients import GenerationCall, GenerationClient
 from services.gateway.generation import (
+    MAX_CHOICES,
+    ChoiceStep,
+    EngineUsage,
     FinishReason,
     GenerationEnd,
     GenerationFailed,
     GenerationFinished,
-    GenerationStep,
     StepEvents,
     Submission,
+    TokenLogprob,
 )
 
 log = get_logger("engine_streams")
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice as it has come so far."""
+
+    pending_token_ids: list[int] = field(default_factory=list)
+    pending_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_received_tokens: int = 0
+    end: GenerationEnd | None = None
+    handle: int | None = None
+    is_end_taken: bool = False
+    is_aborted: bool = False
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.pending_token_ids) or (self.end is not None and not self.is_end_taken)
 
 
 class EngineRequest:
     """One request on an engine, as its reader sees it.
 
     Tokens that the reader has not taken are merged, so that a slow reader costs memory for the token ids
-    alone, of which there are at most the request's output limit.
+    alone, of which there are at most the request's output limit. ``news`` is set when there is something to take;
+    the reader clears it, and may share it among the requests that it reads.
     """
 
-    def __init__(self, request_id: str, on_abort: Callable[[EngineRequest], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        num_choices: int,
+        news: asyncio.Event,
+        on_abort: Callable[[EngineRequest, tuple[int, ...]], None],
+    ) -> None:
         self.request_id = request_id
-        self.num_received_tokens = 0
-        self.end: GenerationEnd | None = None
+        self._choices = [_Choice() for _ in range(num_choices)]
+        # Of the prompt's tokens after the first, where they are wanted; whole as soon as a first token has come.
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self._news = news
         self._on_abort = on_abort
-        self._is_aborted = False
-        self._pending_token_ids: list[int] = []
-        self._is_end_taken = False
         self._accepted = asyncio.Event()
-        self._news = asyncio.Event()
+        self._begun = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices were asked for."""
+        return len(self._choices)
+
+    @property
+    def num_received_tokens(self) -> int:
+        """Tokens that came, read or not."""
+        return sum(choice.num_received_tokens for choice in self._choices)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has ended all choices."""
+        return self._ended.is_set()
+
+    @property
+    def usage(self) -> EngineUsage | None:
+        """What the choices cost that have ended and of which the engine could tell it; None when there are none."""
+        known = [choice.end.usage for choice in self._choices if choice.end is not None]
+        told = [usage for usage in known if usage is not None]
+        return functools.reduce(EngineUsage.plus_choice, told) if told else None
+
+    @property
+    def early_failure(self) -> OctavoError | None:
+        """The error of a request that failed before any token came."""
+        if self.num_received_tokens:
+            return None
+        ends = (choice.end for choice in self._choices)
+        return next((end.error for end in ends if isinstance(end, GenerationFailed)), None)
 
     async def wait_accepted(self) -> None:
         """Return when the engine has taken or refused the request."""
         await self._accepted.wait()
 
-    async def next_step(self) -> GenerationStep:
-        """Wait for tokens or the end and take them; the end is given once. Safe to cancel."""
-        assert not self._is_end_taken, f"{self.request_id} was read past its end"
-        await self._news.wait()
-        self._news.clear()
-        token_ids, self._pending_token_ids = self._pending_token_ids, []
-        self._is_end_taken = self.end is not None
-        return GenerationStep(token_ids, self.end)
+    async def wait_begun(self) -> None:
+        """Return when a first token or a first end has come."""
+        await self._begun.wait()
 
     async def wait_ended(self) -> None:
         """Return when the engine has ended the request, whatever was read of it."""
-        while self.end is None:
-            await self._news.wait()
-            if self.end is None:
-                self._news.clear()
+        await self._ended.wait()
+
+    def take(self) -> list[ChoiceStep]:
+        """Take what has come since the last time; the end of a choice is given once."""
+        return [self._taken(index, choice) for index, choice in enumerate(self._choices) if choice.has_news]
 
     def abort(self) -> None:
-        """Ask the engine to end the request; its end follows. Does nothing when that is on the way already."""
-        if not self._is_aborted and self.end is None:
-            self._is_aborted = True
-            self._on_abort(self)
+        """Ask the engine to end all choices; their ends follow. Those that have ended are left alone."""
+        running = [choice for choice in self._choices if choice.end is None]
+        if any(not choice.is_aborted for choice in running):
+            for choice in running:
+                choice.is_aborted = True
+            self._on_abort(self, ())
 
-    def on_accepted(self) -> None:
-        """The engine knows the request; called by its stream."""
+    def abort_choice(self, choice_index: int) -> None:
+        """Ask the engine to end one choice; its end follows. Does nothing when that is on the way already."""
+        choice = self._choices[choice_index]
+        if choice.handle is not None and choice.end is None and not choice.is_aborted:
+            choice.is_aborted = True
+            self._on_abort(self, (choice.handle,))
+
+    def on_accepted(self, handles: Sequence[int]) -> None:
+        """The engine knows the request, and these are its choices; called by its stream."""
+        for choice, handle in zip(self._choices, handles, strict=True):
+            choice.handle = handle
         self._accepted.set()
 
-    def on_step(self, token_ids: list[int], end: GenerationEnd | None) -> None:
-        """Tokens or the end came; called by its stream."""
-        if self.end is not None:
+    def on_step(
+        self,
+        choice_index: int,
+        token_ids: list[int],
+        end: GenerationEnd | None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
+        """Tokens of a choice or its end came; called by its stream."""
+        choice = self._choices[choice_index]
+        if choice.end is not None:
             return
-        self.num_received_tokens += len(token_ids)
-        self._pending_token_ids += token_ids
+        choice.num_received_tokens += len(token_ids)
+        choice.pending_token_ids += token_ids
+        choice.pending_logprobs += logprobs
         if end is not None:
-            self.end = self._checked(end)
+            choice.end = _checked(end, is_aborted=choice.is_aborted)
+            if all(choice.end is not None for choice in self._choices):
+                self._ended.set()
         self._accepted.set()
+        self._begun.set()
         self._news.set()
 
-    def _checked(self, end: GenerationEnd) -> GenerationEnd:
-        """Let ``aborted`` pass only as the answer to our own abort; else the output would look whole."""
-        is_aborted = isinstance(end, GenerationFinished) and end.reason is FinishReason.ABORTED
-        if is_aborted and not self._is_aborted:
-            return GenerationFailed(EngineLost("The engine gave the request up before it was done."), end.usage)
-        return end
+    def on_lost(self, error: OctavoError) -> None:
+        """End what is open with an error; called by its stream."""
+        for index in range(len(self._choices)):
+            self.on_step(index, [], GenerationFailed(error, None))
+
+    def _taken(self, index: int, choice: _Choice) -> ChoiceStep:
+        token_ids, choice.pending_token_ids = choice.pending_token_ids, []
+        logprobs, choice.pending_logprobs = choice.pending_logprobs, []
+        choice.is_end_taken = choice.end is not None
+        return ChoiceStep(index, token_ids, choice.end, logprobs)
+
+
+def _checked(end: GenerationEnd, *, is_aborted: bool) -> GenerationEnd:
+    """Let ``aborted`` pass only as the answer to our own abort; else the output would look whole."""
+    if isinstance(end, GenerationFinished) and end.reason is FinishReason.ABORTED and not is_aborted:
+        return GenerationFailed(EngineLost("The engine gave the request up before it was done."), end.usage)
+    return end
 
 
 class EngineStreams:
@@ -103,8 +191,12 @@ class EngineStreams:
         self._tasks = tasks
         self._streams: dict[str, _EngineStream] = {}
 
-    def submit(self, address: str, submission: Submission, *, remaining_seconds: float) -> EngineRequest:
+    def submit(
+        self, address: str, submission: Submission, *, remaining_seconds: float, news: asyncio.Event
+    ) -> EngineRequest:
         """Send a request to the engine at ``address`` and return where its tokens will come.
+
+        ``news`` is set whenever some have come.
 
         Raises:
             Overloaded: the stream carries as many requests as it may.
@@ -115,7 +207,7 @@ class EngineStreams:
             stream = _EngineStream(address, self._max_requests)
             self._streams[address] = stream
             self._tasks.create_task(self._run(stream))
-        return stream.submit(submission, remaining_seconds)
+        return stream.submit(submission, remaining_seconds, news)
 
     def close(self) -> None:
         """Break all streams; what was open on them ends as lost."""
@@ -131,6 +223,20 @@ class EngineStreams:
                 del self._streams[stream.address]
 
 
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    submission: Submission
+    remaining_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    """Ends these choices of a request; none means all."""
+
+    request_id: str
+    handles: tuple[int, ...]
+
+
 class _EngineStream:
     """One Generate stream from its opening to its loss."""
 
@@ -138,12 +244,13 @@ class _EngineStream:
         self.address = address
         self._max_requests = max_requests
         self._requests: dict[str, EngineRequest] = {}
-        self._by_handle: dict[int, EngineRequest] = {}
-        # A request is submitted once and aborted at most once; only a peer that takes nothing fills this.
-        self._outbox: asyncio.Queue[tuple[Submission, float] | EngineRequest] = asyncio.Queue(2 * max_requests)
+        self._by_handle: dict[int, tuple[EngineRequest, int]] = {}
+        # A request is submitted once, and it and each of its choices are aborted at most once; only a peer that
+        # takes nothing fills this.
+        self._outbox: asyncio.Queue[_Submit | _Abort] = asyncio.Queue((2 + MAX_CHOICES) * max_requests)
         self._closing = asyncio.Event()
 
-    def submit(self, submission: Submission, remaining_seconds: float) -> EngineRequest:
+    def submit(self, submission: Submission, remaining_seconds: float, news: asyncio.Event) -> EngineRequest:
         if len(self._requests) >= self._max_requests or self._outbox.full():
             raise Overloaded(
                 f"The gateway has {len(self._requests)} requests on this engine already; try again shortly.",
@@ -151,17 +258,17 @@ class _EngineStream:
             )
         if submission.request_id in self._requests:
             raise EngineLost("The engine still holds an earlier try of the request.")
-        request = EngineRequest(submission.request_id, self._send_abort)
+        request = EngineRequest(submission.request_id, submission.num_choices, news, self._send_abort)
         self._requests[submission.request_id] = request
-        self._outbox.put_nowait((submission, remaining_seconds))
+        self._outbox.put_nowait(_Submit(submission, remaining_seconds))
         return request
 
     def close(self) -> None:
         self._closing.set()
 
-    def _send_abort(self, request: EngineRequest) -> None:
+    def _send_abort(self, request: EngineRequest, handles: tuple[int, ...]) -> None:
         try:
-            self._outbox.put_nowait(request)
+            self._outbox.put_nowait(_Abort(request.request_id, handles))
         except asyncio.QueueFull:
             log.warning("engine takes no commands", address=self.address)
             self.close()
@@ -206,52 +313,58 @@ class _EngineStream:
 
     async def _send(self, call: GenerationCall) -> None:
         while True:
-            command = await self._outbox.get()
-            if isinstance(command, EngineRequest):
-                await call.abort(command.request_id)
-            else:
-                submission, remaining_seconds = command
-                await call.submit(submission, remaining_seconds)
+            match await self._outbox.get():
+                case _Submit(submission, remaining_seconds):
+                    await call.submit(submission, remaining_seconds)
+                case _Abort(request_id, handles):
+                    await call.abort(request_id, handles)
 
     def _dispatch(self, events: StepEvents) -> None:
         for request_id, handles in events.started:
             self._start(request_id, handles)
+        for handle, entries in events.prompt_logprobs.items():
+            if handle in self._by_handle:
+                self._by_handle[handle][0].prompt_logprobs += entries
         ends = dict(events.ends)
         offset = 0
         for handle, count in zip(events.handles, events.num_tokens, strict=True):
             token_ids = events.token_ids[offset : offset + count]
             offset += count
-            request = self._by_handle.get(handle)
-            if request is not None:
-                request.on_step(token_ids, ends.pop(handle, None))
-                if request.end is not None:
-                    self._forget(handle, request)
+            self._tell(handle, token_ids, ends.pop(handle, None), events.output_logprobs.get(handle, ()))
         for handle, end in ends.items():
-            request = self._by_handle.get(handle)
-            if request is not None:
-                request.on_step([], end)
-                self._forget(handle, request)
+            self._tell(handle, [], end)
+
+    def _tell(
+        self,
+        handle: int,
+        token_ids: list[int],
+        end: GenerationEnd | None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
+        request, choice_index = self._by_handle.get(handle, (None, 0))
+        if request is None:
+            return
+        request.on_step(choice_index, token_ids, end, logprobs)
+        if end is not None:
+            del self._by_handle[handle]
+            if request.has_ended:
+                self._requests.pop(request.request_id, None)
 
     def _start(self, request_id: str, handles: list[int]) -> None:
         request = self._requests.get(request_id)
         if request is None:
             log.warning("engine started an unknown request", address=self.address, request_id=request_id)
             return
-        if len(handles) != 1:
-            request.on_step(
-                [], GenerationFailed(InternalError("The engine started a wrong number of choices."), None)
-            )
+        if len(handles) != request.num_choices:
+            request.on_lost(InternalError("The engine started a wrong number of choices."))
             self._requests.pop(request_id)
             return
-        self._by_handle[handles[0]] = request
-        request.on_accepted()
-
-    def _forget(self, handle: int, request: EngineRequest) -> None:
-        del self._by_handle[handle]
-        self._requests.pop(request.request_id, None)
+        for choice_index, handle in enumerate(handles):
+            self._by_handle[handle] = (request, choice_index)
+        request.on_accepted(handles)
 
     def _end_all(self, loss: OctavoError) -> None:
         requests, self._requests = self._requests, {}
         self._by_handle.clear()
         for request in requests.values():
-            request.on_step([], GenerationFailed(loss, None))
+            request.on_lost(loss)

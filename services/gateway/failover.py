@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from libs.errors import (
 )
 from libs.obs import get_logger
 from services.gateway.engine_streams import EngineRequest, EngineStreams
-from services.gateway.generation import EngineUsage, GenerationFailed, GenerationStep, Submission
+from services.gateway.generation import ChoiceStep, EngineUsage, Submission, TokenLogprob
 from services.gateway.peers import PlacementAsk
 from services.gateway.placement import Place, Placements
 
@@ -51,9 +51,12 @@ class Generations:
         self._streams = streams
         self._settings = settings
 
-    def new(self, ask: PlacementAsk, submission: Submission, *, deadline: float) -> Generation:
-        """Return a generation that has not started; ``deadline`` is on the event loop's clock."""
-        return Generation(self._placements, self._streams, self._settings, ask, submission, deadline)
+    def new(self, ask: PlacementAsk, submission: Submission, *, deadline: float, news: asyncio.Event) -> Generation:
+        """Return a generation that has not started.
+
+        ``deadline`` is on the event loop's clock; ``news`` is set when the generation has something to take.
+        """
+        return Generation(self._placements, self._streams, self._settings, ask, submission, deadline, news)
 
 
 class Generation:
@@ -67,6 +70,7 @@ class Generation:
         ask: PlacementAsk,
         submission: Submission,
         deadline: float,
+        news: asyncio.Event,
     ) -> None:
         self._placements = placements
         self._streams = streams
@@ -74,6 +78,8 @@ class Generation:
         self._ask = ask
         self._submission = submission
         self._deadline = deadline
+        self._news = news
+        self._has_started = False
         self._place: Place | None = None
         self._request: EngineRequest | None = None
         self.num_retries = 0
@@ -85,22 +91,26 @@ class Generation:
 
     @property
     def usage(self) -> EngineUsage | None:
-        """What the engine says that the request cost; None until it ended."""
-        end = None if self._request is None else self._request.end
-        return None if end is None else end.usage
+        """What the engine says that the request cost, of the choices that have ended; None while none has."""
+        return None if self._request is None else self._request.usage
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing runs on an engine: the request ended there or never came to one."""
-        return self._request is None or self._request.end is not None
+        return self._request is None or self._request.has_ended
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob]:
+        """Those of the prompt's tokens after the first, where wanted; all are there with the first output token."""
+        return () if self._request is None else self._request.prompt_logprobs
 
     @property
     def num_received_tokens(self) -> int:
         """Tokens that came from the engine, read or not."""
         return 0 if self._request is None else self._request.num_received_tokens
 
-    async def start(self) -> GenerationStep:
-        """Find an engine, submit, and return the first step that has tokens or the end.
+    async def start(self) -> None:
+        """Find an engine, submit, and return when the first tokens or an end have come.
 
         An engine that fails before that is replaced: first by another one, then by any.
 
@@ -109,30 +119,26 @@ class Generation:
         """
         async with _until(self._deadline):
             self._place = await self._placements.place(self._ask, deadline=self._deadline)
-            while True:
+            while not self._has_started:
                 try:
-                    return await self._attempt(self._place)
+                    await self._attempt(self._place)
                 except _RETRYABLE as error:
                     if self.num_retries >= self._settings.max_retries:
                         raise
                     self._place = await self._place_again(self._place, error)
-        raise AssertionError("the loop returns or raises")
+                else:
+                    self._has_started = True
 
-    async def next_step(self, timeout_seconds: float) -> GenerationStep | None:
-        """Return the next tokens or the end; None when nothing came in time. Safe to cancel.
+    def take(self) -> list[ChoiceStep]:
+        """Take what has come of the choices since the last time; nothing before ``start`` has returned."""
+        if self._request is None or not self._has_started:
+            return []
+        return self._request.take()
 
-        Raises:
-            OctavoError: the engine failed; DeadlineExceeded when the request's time is over.
-        """
-        assert self._request is not None, "next_step before start"
-        wait_until = asyncio.get_running_loop().time() + timeout_seconds
-        try:
-            async with asyncio.timeout_at(min(wait_until, self._deadline)):
-                return await self._request.next_step()
-        except TimeoutError:
-            if wait_until >= self._deadline:
-                raise _deadline_exceeded() from None
-            return None
+    def stop_choice(self, choice_index: int) -> None:
+        """End one choice; the others go on."""
+        if self._request is not None:
+            self._request.abort_choice(choice_index)
 
     def stop(self) -> None:
         """End what still runs and give the place back."""
@@ -153,22 +159,21 @@ class Generation:
                 "engine did not confirm an abort", request_id=self._ask.request_id, engine_id=self.engine_id
             )
 
-    async def _attempt(self, place: Place) -> GenerationStep:
+    async def _attempt(self, place: Place) -> None:
         """Submit to one engine and wait for its first tokens; raises the engine's error if it fails before."""
         remaining_seconds = self._deadline - asyncio.get_running_loop().time()
         self._request = self._streams.submit(
-            place.choice.address, self._submission, remaining_seconds=remaining_seconds
+            place.choice.address, self._submission, remaining_seconds=remaining_seconds, news=self._news
         )
         try:
             async with asyncio.timeout(self._settings.accept_timeout_seconds):
                 await self._request.wait_accepted()
         except TimeoutError:
             raise EngineLost("The engine did not take the request in time.") from None
-        step = await self._request.next_step()
-        if isinstance(step.end, GenerationFailed) and not step.token_ids:
-            raise step.end.error
+        await self._request.wait_begun()
+        if self._request.early_failure is not None:
+            raise self._request.early_failure
         place.mark_started()
-        return step
 
     async def _place_again(self, failed: Place, error: OctavoError) -> Place:
         """Give the failed engine up and find another one; where there is no other, any."""
@@ -196,8 +201,9 @@ async def _until(deadline: float) -> AsyncIterator[None]:
         async with asyncio.timeout_at(deadline):
             yield
     except TimeoutError:
-        raise _deadline_exceeded() from None
+        raise deadline_exceeded() from None
 
 
-def _deadline_exceeded() -> DeadlineExceeded:
+def deadline_exceeded() -> DeadlineExceeded:
+    """Return the error of a request whose time is over."""
     return DeadlineExceeded("The request did not finish in the time that this server gives it.")

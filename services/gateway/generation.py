@@ -1,17 +1,20 @@
 """What a gateway asks of an engine and what it hears back, as the gateway's own types.
 
-Owns no behaviour. Nothing here knows the wire, HTTP or text.
+Owns no behaviour but sums. Nothing here knows the wire, HTTP or text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from libs.errors import OctavoError
 from libs.kv import SharedPrefix
+
+# Choices of one request at most; bounds what its stream can have to say of it.
+MAX_CHOICES: Final = 128
 
 
 class FinishReason(StrEnum):
@@ -24,7 +27,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop; what is None is off."""
+    """How tokens are chosen and when to stop; what is None or has its default is off."""
 
     temperature: float
     top_p: float | None
@@ -35,6 +38,15 @@ class SamplingParams:
     min_output_tokens: int
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    # Alternatives to report beside each token's own log-probability; None reports nothing.
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +60,8 @@ class Submission:
     sampling_params: SamplingParams
     cache_salt: bytes
     shared_prefix: SharedPrefix | None = None
+    num_choices: int = 1
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,15 @@ class EngineUsage:
     num_discarded_tokens: int
     num_preemptions: int
     queue_seconds: float
+
+    def plus_choice(self, other: EngineUsage) -> EngineUsage:
+        """Add another choice of the same request: its prompt was computed and waited once."""
+        return replace(
+            self,
+            num_output_tokens=self.num_output_tokens + other.num_output_tokens,
+            num_discarded_tokens=self.num_discarded_tokens + other.num_discarded_tokens,
+            num_preemptions=self.num_preemptions + other.num_preemptions,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +105,40 @@ GenerationEnd: TypeAlias = GenerationFinished | GenerationFailed
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationStep:
-    """Tokens of one request since the last look, and its end if it came with them."""
+class TokenLogprob:
+    """A token's log-probability and rank, and those of the likeliest tokens in its place, the likeliest first.
 
+    Natural, of the model's distribution as it was before any parameter. ``alternatives`` are pairs of token id and
+    log-probability.
+    """
+
+    logprob: float
+    rank: int
+    alternatives: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceStep:
+    """Tokens of one choice of a request since the last look, and its end if it came with them."""
+
+    choice_index: int
     token_ids: list[int]
     end: GenerationEnd | None
+    # One for each token where they are wanted.
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """Everything that one engine step did for this gateway; ``token_ids`` lie one handle after the other."""
+    """Everything that one engine step did for this gateway; ``token_ids`` lie one handle after the other.
+
+    Log-probabilities are there for the handles that want them: of the step's tokens, and of the next prompt tokens.
+    """
 
     started: list[tuple[str, list[int]]]
     handles: list[int]
     num_tokens: list[int]
     token_ids: list[int]
     ends: list[tuple[int, GenerationEnd]]
+    output_logprobs: Mapping[int, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, list[TokenLogprob]] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from services.gateway.answers import AnswerSettings
 from services.gateway.app import Parts, make_app
 from services.gateway.audit import Audit, AuditSettings, AuditTrail, NoAudit
 from services.gateway.clients import RouterClient, TelemetryClient
-from services.gateway.completions import ChatCompletions, CompletionSettings
+from services.gateway.completions import Completions, CompletionSettings
 from services.gateway.config import GatewayConfig
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.engine_streams import EngineStreams
@@ -40,6 +40,7 @@ from services.gateway.openai_schema import ModelFacts
 from services.gateway.placement import Placements, RouterPlacements
 from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import TextPreparation
+from services.gateway.tokenization import Tokenization
 
 if TYPE_CHECKING:
     from libs.registry import NodeRegistry
@@ -120,6 +121,7 @@ def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation
     model = ModelFacts(
         name=config.served_model_name or default_served_model_name(model_path),
         vocab_size=model_text.tokenizer.vocab_size,
+        aliases=config.model_aliases,
     )
     metrics = GatewayMetrics(CollectorRegistry())
     audit = _make_audit(config, data_dir, metrics, stack)
@@ -208,14 +210,15 @@ def _make_app(
         retry_placement_timeout_seconds=config.retry_placement_timeout_seconds,
         accept_timeout_seconds=config.engine_accept_timeout_seconds,
     )
-    completions = ChatCompletions(
+    body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_seconds)
+    completions = Completions(
         model=foundation.model,
         text=foundation.text,
         admission=foundation.admission,
         generations=Generations(placements, streams, failover),
         ledger=foundation.ledger,
         settings=CompletionSettings(
-            body_limits=BodyLimits(config.max_body_bytes, config.body_timeout_seconds),
+            body_limits=body_limits,
             request_timeout_seconds=config.request_timeout_seconds,
             default_max_tokens=config.default_max_tokens,
             answers=AnswerSettings(config.sse_heartbeat_seconds, config.abort_settle_seconds),
@@ -226,6 +229,13 @@ def _make_app(
     )
     parts = Parts(
         completions=completions,
+        tokenization=Tokenization(
+            model=foundation.model,
+            text=foundation.text,
+            admission=foundation.admission,
+            body_limits=body_limits,
+            max_model_len=foundation.max_model_len,
+        ),
         authenticator=foundation.authenticator,
         admission=foundation.admission,
         directory=foundation.directory,

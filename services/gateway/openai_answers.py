@@ -1,129 +1,145 @@
 """OpenAI's answers to a chat completion: the whole one and the chunks of a streamed one, as bytes.
 
-Owns their shape. Chunks are cut from templates made once for each request, because they are written for each
-token.
+Owns their shape. Chunks are cut from templates made once for each choice, because they are written for each token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from services.gateway.generation import FinishReason
+from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
+from services.gateway.chunks import ChunkTemplate, RunningUsage
+from services.gateway.generation import FinishReason, TokenLogprob
+from services.gateway.generation_options import GenerationOptions
+from services.gateway.logprob_shapes import LogprobShapes
 from services.gateway.sse import event
-
-_MARK = "\x00mark\x00"
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """What every part of an answer repeats."""
-
-    completion_id: str
-    created: int
-    model: str
+from services.gateway.text_preparation import PreparedPrompt
 
 
-@dataclass(frozen=True, slots=True)
-class UsageCounts:
-    """Tokens of an answer; ``num_cached_tokens`` is None when the engine could not tell it any more."""
+class ChatFormat:
+    """One answer to a conversation."""
 
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return OpenAI's usage object."""
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-        }
-        if self.num_cached_tokens is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
-        return usage
-
-
-class ChatChunks:
-    """The events of one streamed answer, without the ``[DONE]`` at its end."""
-
-    def __init__(self, head: AnswerHead, *, includes_usage: bool) -> None:
+    def __init__(
+        self, head: AnswerHead, options: GenerationOptions, prompt: PreparedPrompt, shapes: LogprobShapes
+    ) -> None:
         self._head = head
-        self.includes_usage = includes_usage
-        template = self._chunk([_choice({"content": _MARK}, None)], usage=None)
-        self._before_text, self._after_text = event(orjson.dumps(template)).split(orjson.dumps(_MARK))
+        self._options = options
+        self._prompt = prompt
+        self._shapes = shapes
+        self._usage = RunningUsage(len(prompt.token_ids), options)
+        self._templates: dict[int, ChunkTemplate] = {}
 
-    def role(self) -> bytes:
-        """Return the first event."""
-        chunk = self._chunk([_choice({"role": "assistant", "content": ""}, None)], usage=None)
-        return event(orjson.dumps(chunk))
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+        return self._options.includes_usage
 
-    def content(self, text: str) -> bytes:
-        """Return the event for some text; nothing for none."""
+    def events(self, delta: ChoiceDelta) -> bytes:
+        """Return the role with a choice's first delta, its text, and why it ended."""
+        index, content = delta.choice_index, delta.content
+        data = b""
+        if index not in self._templates:
+            data += self._begin(index)
+        self._usage.add(len(content.token_ids))
+        if content.token_ids and (self._options.returns_token_ids or self._options.num_logprobs is not None):
+            data += self._content_with_tokens(delta)
+        else:
+            data += self._content(index, content.text)
+        if content.finish_reason is not None:
+            data += event(orjson.dumps(self._chunk(index, {}, content.finish_reason)))
+        return data
+
+    def usage_event(self, counts: UsageCounts) -> bytes:
+        """Return the event with the counts."""
+        return event(orjson.dumps(self._frame([]) | {"usage": counts.as_json()}))
+
+    def body(self, choices: Sequence[WholeChoice], counts: UsageCounts) -> bytes:
+        """Return a whole answer."""
+        body: dict[str, Any] = {
+            "id": self._head.answer_id,
+            "object": "chat.completion",
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": counts.as_json(),
+        }
+        if self._options.returns_token_ids:
+            body["prompt_token_ids"] = self._prompt.token_ids
+        if self._options.num_prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._shapes.prompt_field(
+                self._prompt.token_ids, choices[0].prompt_logprobs, self._options.num_prompt_logprobs
+            )
+        return orjson.dumps(body)
+
+    def _content(self, index: int, text: str) -> bytes:
+        """Return the event for text; nothing for none."""
         if not text:
             return b""
-        return self._before_text + orjson.dumps(text) + self._after_text
+        if self._usage.is_constant:
+            return self._templates[index].event_of(text)
+        return event(orjson.dumps(self._chunk(index, {"content": text}, None)))
 
-    def finish(self, reason: FinishReason) -> bytes:
-        """Return the event that says why the answer ended."""
-        return event(orjson.dumps(self._chunk([_choice({}, reason)], usage=None)))
+    def _content_with_tokens(self, delta: ChoiceDelta) -> bytes:
+        """Return the event for tokens of which more is wanted than their text; they may have none yet."""
+        token_ids = delta.content.token_ids
+        more: dict[str, Any] = {"logprobs": self._logprobs(token_ids, delta.logprobs)}
+        if self._options.returns_token_ids:
+            more["token_ids"] = list(token_ids)
+        return event(orjson.dumps(self._chunk(delta.choice_index, {"content": delta.content.text}, None, more)))
 
-    def usage(self, counts: UsageCounts) -> bytes:
-        """Return the event with the counts; nothing unless the client asked for it."""
-        if not self.includes_usage:
-            return b""
-        return event(orjson.dumps(self._chunk([], usage=counts.as_json())))
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self._options.num_logprobs is None:
+            return None
+        return {"content": self._shapes.chat_content(token_ids, logprobs), "refusal": None}
 
-    def _chunk(self, choices: list[dict[str, Any]], *, usage: dict[str, Any] | None) -> dict[str, Any]:
-        chunk: dict[str, Any] = {
-            "id": self._head.completion_id,
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": self._prompt.echoed_text + choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
+            "finish_reason": _reason(choice.finish_reason),
+        }
+        return body | {"token_ids": choice.token_ids} if self._options.returns_token_ids else body
+
+    def _begin(self, index: int) -> bytes:
+        """Return a choice's first events and make the template of the others."""
+        self._templates[index] = ChunkTemplate(lambda text: self._chunk(index, {"content": text}, None))
+        first = self._chunk(index, {"role": "assistant", "content": ""}, None)
+        if self._options.returns_token_ids:
+            first["prompt_token_ids"] = self._prompt.token_ids
+        data = event(orjson.dumps(first))
+        return data + self._content(index, self._prompt.echoed_text)
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], reason: FinishReason | None, more: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": _reason(reason)}
+        return self._frame([choice | (more or {})])
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._head.answer_id,
             "object": "chat.completion.chunk",
             "created": self._head.created,
             "model": self._head.model,
             "choices": choices,
-        }
-        # Clients that ask for usage find the field in every chunk, and null in all but one.
-        return chunk | {"usage": usage} if self.includes_usage else chunk
+        } | self._usage.fields
 
 
-def completion_body(head: AnswerHead, *, text: str, reason: FinishReason, usage: UsageCounts) -> bytes:
-    """Return a whole answer."""
-    return orjson.dumps(
-        {
-            "id": head.completion_id,
-            "object": "chat.completion",
-            "created": head.created,
-            "model": head.model,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
-                    "logprobs": None,
-                    "finish_reason": reason.value,
-                }
-            ],
-            "usage": usage.as_json(),
-        }
-    )
-
-
-def model_object(*, name: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """Return OpenAI's model object, with the model's context beside."""
+def model_object(*, name: str, root: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """Return OpenAI's model object, with the model's own name and its context beside."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "octavo",
+        "root": root,
         "max_model_len": max_model_len,
     }
 
 
-def _choice(delta: dict[str, Any], reason: FinishReason | None) -> dict[str, Any]:
-    return {
-        "index": 0,
-        "delta": delta,
-        "logprobs": None,
-        "finish_reason": None if reason is None else reason.value,
-    }
+def _reason(reason: FinishReason | None) -> str | None:
+    return None if reason is None else reason.value

@@ -1,4 +1,4 @@
-"""Every field of a chat completion request that OpenAI or vLLM define: what is served, and what changes nothing.
+"""Every field of a generating request that OpenAI or vLLM define: what is served, and what changes nothing.
 
 Owns the table. A field that is known and not served is accepted only with a value that changes nothing, so that
 clients that send their defaults work and nothing is ignored silently.
@@ -14,30 +14,51 @@ from libs.errors import InvalidRequest, UnsupportedField
 
 _SHOWN_NAME_CHARACTERS: Final = 64
 
-# What the schema reads.
-SERVED_FIELDS: Final = frozenset(
+# What all generating endpoints read.
+_SHARED_FIELDS: Final = frozenset(
     {
         "model",
-        "messages",
+        "n",
         "temperature",
         "top_p",
         "top_k",
         "min_p",
         "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
         "max_tokens",
-        "max_completion_tokens",
         "min_tokens",
         "stop",
+        "include_stop_str_in_output",
         "stop_token_ids",
         "ignore_eos",
+        "skip_special_tokens",
+        "truncate_prompt_tokens",
+        "priority",
+        "echo",
         "stream",
         "stream_options",
+        "return_token_ids",
+        "logprobs",
+        "prompt_logprobs",
         # Recorded in the log event of the request, like the two after them; they do not change the answer.
         "user",
         "safety_identifier",
         "metadata",
     }
 )
+TEXT_FIELDS: Final = _SHARED_FIELDS | {"prompt", "add_special_tokens"}
+CHAT_FIELDS: Final = _SHARED_FIELDS | {
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "add_generation_prompt",
+    "continue_final_message",
+}
 
 
 def _null(value: Any) -> bool:  # Any: a value of a JSON document, here and below.
@@ -57,23 +78,18 @@ def _empty(value: Any) -> bool:
     return value is None or value in ([], {})
 
 
-_NO_PENALTY, _OFF, _ON, _ONE = _number(0), _one_of(False), _one_of(True), _number(1)
+_OFF, _ON, _ONE = _one_of(False), _one_of(True), _number(1)
 
 # Fields known and not served, each with the test for the values that change nothing.
 _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     # OpenAI
     "audio": _null,
-    "frequency_penalty": _NO_PENALTY,
     "function_call": _one_of("none"),
     "functions": _empty,
-    "logit_bias": _empty,
-    "logprobs": _OFF,
     "modalities": _one_of(["text"]),
     "moderation": _null,
-    "n": _ONE,
     "parallel_tool_calls": _one_of(True, False),
     "prediction": _null,
-    "presence_penalty": _NO_PENALTY,
     "prompt_cache_key": _null,
     "prompt_cache_options": _null,
     "prompt_cache_retention": _null,
@@ -87,17 +103,12 @@ _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "verbosity": _null,
     "web_search_options": _null,
     # vLLM and its relatives
-    "add_generation_prompt": _ON,
     "add_special_tokens": _OFF,
-    "allowed_token_ids": _null,
-    "bad_words": _empty,
     "best_of": _ONE,
     "cache_salt": _null,
     "chat_template": _null,
     "chat_template_kwargs": _empty,
-    "continue_final_message": _OFF,
     "documents": _empty,
-    "echo": _OFF,
     "guided_choice": _null,
     "guided_decoding_backend": _null,
     "guided_grammar": _null,
@@ -105,33 +116,25 @@ _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "guided_regex": _null,
     "guided_whitespace_pattern": _null,
     "include_reasoning": _one_of(True, False),
-    "include_stop_str_in_output": _OFF,
     "kv_transfer_params": _null,
     "length_penalty": _ONE,
     "logits_processors": _empty,
     "lora": _null,
     "media_io_kwargs": _empty,
     "mm_processor_kwargs": _empty,
-    "priority": _number(0),
-    "prompt_logprobs": _null,
     "repetition_detection": _null,
-    "repetition_penalty": _ONE,
     "request_id": _null,
-    "return_token_ids": _OFF,
     "return_tokens_as_token_ids": _OFF,
-    "skip_special_tokens": _ON,
     "spaces_between_special_tokens": _ON,
     "structured_outputs": _null,
     "suffix": _null,
     "thinking_token_budget": _null,
-    "truncate_prompt_tokens": _null,
     "use_beam_search": _OFF,
     "vllm_xargs": _empty,
 }
 
 # Of these a value is legal and served only in part.
 _NEUTRAL_STREAM_OPTIONS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "continuous_usage_stats": _OFF,
     "include_obfuscation": _OFF,
 }
 _NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
@@ -148,14 +151,29 @@ _NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
 }
 
 
-def check_request_fields(body: Mapping[str, Any]) -> None:
-    """Refuse fields of a request that nobody knows or that are not served."""
-    _check(body, SERVED_FIELDS, _NEUTRAL_VALUES, path="")
+def check_chat_fields(body: Mapping[str, Any]) -> None:
+    """Refuse fields of a chat completion request that nobody knows or that are not served."""
+    _check(body, CHAT_FIELDS, _NEUTRAL_VALUES, path="")
+
+
+def check_text_fields(body: Mapping[str, Any]) -> None:
+    """The same for a (legacy) completion request."""
+    _check(body, TEXT_FIELDS, _NEUTRAL_VALUES, path="")
+
+
+def check_fields(body: Mapping[str, Any], served: frozenset[str]) -> None:
+    """The same for a request that does not generate and serves these fields."""
+    _check(body, served, _NEUTRAL_VALUES, path="")
 
 
 def check_stream_options(options: Mapping[str, Any]) -> None:
     """The same for ``stream_options``."""
-    _check(options, frozenset({"include_usage"}), _NEUTRAL_STREAM_OPTIONS, path="stream_options.")
+    _check(
+        options,
+        frozenset({"include_usage", "continuous_usage_stats"}),
+        _NEUTRAL_STREAM_OPTIONS,
+        path="stream_options.",
+    )
 
 
 def check_message_fields(message: Mapping[str, Any], path: str) -> None:

@@ -8,73 +8,126 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from libs.text import IncrementalDetokenizer, Tokenizer
 from services.gateway.generation import FinishReason, GenerationFinished
+from services.gateway.generation_options import GenerationOptions
 from services.gateway.stop_strings import StopStringMatcher
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that became certain, and why the output is over if it is."""
+    """Text that became certain, the tokens that were taken for it, and why the output is over if it is."""
 
     text: str
+    token_ids: Sequence[int]
     finish_reason: FinishReason | None
+    # For each token, how much text was certain before it; only where log-probabilities are wanted.
+    text_offsets: Sequence[int] = ()
+
+
+class ChoiceOutput(Protocol):
+    """What becomes of one choice's tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken until the end: what the client pays for."""
+
+    def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
+        """Take the next tokens; what comes after the end of the text is surplus and not counted."""
 
 
 class OutputText:
     """One choice's text."""
 
-    def __init__(self, tokenizer: Tokenizer, *, stop_strings: Sequence[str], min_output_tokens: int) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._matcher = StopStringMatcher(stop_strings, include_stop_str=False) if stop_strings else None
-        self._min_output_tokens = min_output_tokens
-        # Tokens taken until the end, the one that completed a stop string included: what the client pays for.
-        self.num_tokens = 0
+    def __init__(self, tokenizer: Tokenizer, options: GenerationOptions, *, is_continued: bool = False) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, options.skips_special_tokens, is_continued=is_continued
+        )
+        self._includes_stop = options.includes_stop_string
+        self._matcher: StopStringMatcher | None = None
+        if options.stop_strings:
+            self._matcher = StopStringMatcher(options.stop_strings, include_stop_str=self._includes_stop)
+        self._min_output_tokens = options.min_output_tokens
+        self._num_tokens = 0
+        self._num_characters = 0
+        # Where nothing depends on single tokens, all of a step are decoded at once.
+        self._is_token_by_token = self._matcher is not None or options.num_logprobs is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken until the end, the one that completed a stop string included."""
+        return self._num_tokens
 
     def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
         """Take the next tokens; what comes after a stop string is surplus and not counted."""
         shown = self._shown(token_ids, end)
-        if self._matcher is None:
-            text = self._detokenizer.add(shown)
-            self.num_tokens += len(token_ids)
-        else:
-            pieces: list[str] = []
-            for token_id in shown:
-                self.num_tokens += 1
-                piece, is_stopped = self._match(self._detokenizer.add([token_id]))
-                pieces.append(piece)
-                if is_stopped:
-                    return TextDelta("".join(pieces), FinishReason.STOP)
-            self.num_tokens += len(token_ids) - len(shown)
-            text = "".join(pieces)
+        if not self._is_token_by_token:
+            self._num_tokens += len(token_ids)
+            return self._delta(self._detokenizer.add(shown), token_ids, (), end)
+        pieces: list[str] = []
+        offsets: list[int] = []
+        for index, token_id in enumerate(shown):
+            self._num_tokens += 1
+            offsets.append(self._num_characters)
+            text = self._detokenizer.add([token_id])
+            self._num_characters += len(text)
+            piece, is_stopped = self._match(text)
+            pieces.append(piece)
+            if is_stopped:
+                return TextDelta("".join(pieces), token_ids[: index + 1], FinishReason.STOP, offsets)
+        offsets += [self._num_characters] * (len(token_ids) - len(shown))
+        self._num_tokens += len(token_ids) - len(shown)
+        return self._delta("".join(pieces), token_ids, offsets, end)
+
+    def _delta(
+        self, text: str, token_ids: Sequence[int], offsets: Sequence[int], end: GenerationFinished | None
+    ) -> TextDelta:
         if end is None:
-            return TextDelta(text, None)
-        return self._last(text, end.reason)
+            return TextDelta(text, token_ids, None, offsets)
+        text, reason = self._last(text, end.reason)
+        return TextDelta(text, token_ids, reason, offsets)
 
     def _shown(self, token_ids: Sequence[int], end: GenerationFinished | None) -> Sequence[int]:
-        """Leave out the token that ended the output: it is a mark for the engine, not text."""
-        is_marked = end is not None and end.stop_token_id is not None
+        """Leave out the token that ended the output: it is a mark for the engine, not text, unless it is wanted."""
+        is_marked = end is not None and end.stop_token_id is not None and not self._includes_stop
         if is_marked and end is not None and token_ids and token_ids[-1] == end.stop_token_id:
             return token_ids[:-1]
         return token_ids
 
     def _match(self, text: str) -> tuple[str, bool]:
-        assert self._matcher is not None
-        if self.num_tokens < self._min_output_tokens:
-            # Too early to stop: this text is shown and no part of a stop string.
+        if self._matcher is None or self._num_tokens < self._min_output_tokens:
+            # No reason to stop, or too early: this text is shown and no part of a stop string.
             return text, False
         result = self._matcher.add(text)
         return result.text_to_emit, result.matched is not None
 
-    def _last(self, text: str, reason: FinishReason) -> TextDelta:
+    def _last(self, text: str, reason: FinishReason) -> tuple[str, FinishReason]:
         """Show what was held back: the beginning of a character that never came, or of a stop string."""
         rest = self._detokenizer.flush()
         if self._matcher is None:
-            return TextDelta(text + rest, reason)
+            return text + rest, reason
         if rest:
             piece, is_stopped = self._match(rest)
-            if is_stopped:
-                return TextDelta(text + piece, FinishReason.STOP)
             text += piece
-        return TextDelta(text + self._matcher.flush(), reason)
+            if is_stopped:
+                return text, FinishReason.STOP
+        return text + self._matcher.flush(), reason
+
+
+class NoOutput:
+    """One choice of a request whose prompt alone is of interest: an engine computes a token all the same."""
+
+    num_tokens = 0
+
+    def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
+        """Take the token and show nothing of it."""
+        return TextDelta("", (), FinishReason.LENGTH)
+
+
+def new_output(tokenizer: Tokenizer, options: GenerationOptions, *, is_continued: bool) -> ChoiceOutput:
+    """Return what takes a choice's tokens; ``is_continued`` where they go on with the prompt's text."""
+    if options.max_output_tokens == 0:
+        return NoOutput()
+    return OutputText(tokenizer, options, is_continued=is_continued)

@@ -45,6 +45,7 @@ class PlacementAsk:
     max_output_tokens: int
     prefix_hashes: Sequence[PrefixHash]
     hash_contract: HashContract
+    priority: int = 0
     excluded_engine_ids: tuple[str, ...] = ()
 
 

@@ -1,20 +1,26 @@
-"""From messages to token ids, away from the event loop.
+"""From prompts to token ids, away from the event loop.
 
-Owns the threads that render templates, tokenize and hash, and the rule how much output fits beside a prompt. It
-must not know HTTP or engines.
+Owns the threads that render templates, tokenize and hash, and the rules how much of a prompt is kept and how much
+output fits beside it. It must not know HTTP or engines.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from libs.errors import ContextLengthExceeded, InvalidRequest
 from libs.kv import HASH_ALGORITHM, HashContract, PrefixHash, SharedPrefix, prefix_hashes
-from libs.text import ModelText
-from services.gateway.openai_schema import ValidChatCompletion
+from libs.text import IncrementalDetokenizer, ModelText
+from services.gateway.generation_options import TRUNCATE_TO_FIT, GenerationOptions
+from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.shared_prefixes import SharedPrefixes
+
+Result = TypeVar("Result")
 
 _LONG_TEXT_CHARACTERS = 256 * 1024
 
@@ -26,6 +32,19 @@ class PreparedPrompt:
     token_ids: list[int]
     prefix_hashes: list[PrefixHash]
     shared_prefix: SharedPrefix | None = None
+    # What the answer begins with where the client wants to see it.
+    echoed_text: str = ""
+    # Whether the answer goes on with a text, so that a space at its beginning counts.
+    is_continued: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedText:
+    """All the text of a request as token ids."""
+
+    prompts: list[PreparedPrompt]
+    # Sequences of tokens that must not be completed.
+    bad_words: tuple[tuple[int, ...], ...]
 
 
 class TextPreparation:
@@ -45,40 +64,113 @@ class TextPreparation:
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
     async def prepare(
-        self, request: ValidChatCompletion, *, cache_salt: bytes, max_model_len: int
-    ) -> PreparedPrompt:
-        """Render, tokenize and hash a request's messages.
+        self, prompts: Sequence[Prompt], options: GenerationOptions, *, cache_salt: bytes, max_model_len: int
+    ) -> PreparedText:
+        """Render, tokenize, cut and hash a request's prompts, and tokenize its bad words.
 
         A prompt beyond ``max_model_len`` comes back without hashes: it will not be served.
 
         Raises:
             TemplateRefused: the model's template does not take these messages.
+            InvalidRequest: a prompt without any token.
         """
-        num_characters = sum(len(message.content) for message in request.messages)
+
+        def prepare() -> PreparedText:
+            prepared = [self._prepare(prompt, options, cache_salt, max_model_len) for prompt in prompts]
+            return PreparedText(prepared, self._bad_words(options.bad_words))
+
+        return await self.run(prepare, num_characters=sum(prompt.num_characters for prompt in prompts))
+
+    async def run(self, work: Callable[[], Result], *, num_characters: int) -> Result:
+        """Do work on so much text in a thread."""
         threads = self._threads if num_characters <= _LONG_TEXT_CHARACTERS else self._long_text_thread
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, self._prepare, request, cache_salt, max_model_len)
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    def token_ids_of(self, prompt: Prompt) -> list[int]:
+        """Render and tokenize one prompt, in the calling thread."""
+        tokenizer = self.model_text.tokenizer
+        match prompt:
+            case ChatPrompt():
+                return self.model_text.chat_template.render_token_ids(
+                    prompt.messages,
+                    tokenizer,
+                    add_generation_prompt=prompt.add_generation_prompt,
+                    continue_final_message=prompt.continue_final_message,
+                )
+            case TextPrompt():
+                prefix = tokenizer.definition.prompt_prefix_token_ids if prompt.add_special_tokens else ()
+                return [*prefix, *tokenizer.encode(prompt.text, allow_special=True)]
+            case TokenPrompt():
+                return list(prompt.token_ids)
 
     def close(self) -> None:
         """Stop the threads; work that has not begun is dropped."""
         for threads in (self._threads, self._long_text_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, request: ValidChatCompletion, cache_salt: bytes, max_model_len: int) -> PreparedPrompt:
-        token_ids = self.model_text.chat_template.render_token_ids(
-            request.messages, self.model_text.tokenizer, add_generation_prompt=True
-        )
+    def _prepare(
+        self, prompt: Prompt, options: GenerationOptions, cache_salt: bytes, max_model_len: int
+    ) -> PreparedPrompt:
+        all_token_ids = self.token_ids_of(prompt)
+        if not all_token_ids:
+            raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt")
+        token_ids = all_token_ids[-_prompt_limit(options, max_model_len) :]
+        echoed_text = ""
+        if options.echoes_prompt:
+            echoed_text = self._shown_text(prompt, token_ids, options, is_cut=len(token_ids) < len(all_token_ids))
+        is_continued = not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
         if len(token_ids) >= max_model_len:
-            return PreparedPrompt(token_ids, [])
+            return PreparedPrompt(token_ids, [], None, echoed_text, is_continued)
         shared_prefix = self._shared_prefixes.find(token_ids)
         hashes = prefix_hashes(token_ids, self.hash_contract.block_size, cache_salt, shared_prefix)
-        return PreparedPrompt(token_ids, hashes, shared_prefix)
+        return PreparedPrompt(token_ids, hashes, shared_prefix, echoed_text, is_continued)
+
+    def _shown_text(
+        self, prompt: Prompt, token_ids: Sequence[int], options: GenerationOptions, *, is_cut: bool
+    ) -> str:
+        """Return the text of a prompt as it was given, or of its tokens where it was not or is cut."""
+        match prompt:
+            case ChatPrompt():
+                # An answer is the assistant's, so only the assistant's message can be its beginning.
+                last = prompt.messages[-1]
+                return last.content if last.role == "assistant" else ""
+            case TextPrompt() if not is_cut:
+                return prompt.text
+            case _:
+                detokenizer = IncrementalDetokenizer(self.model_text.tokenizer, options.skips_special_tokens)
+                return detokenizer.add(token_ids) + detokenizer.flush()
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return each word's tokens at the start of a text and after a space, which vocabularies tell apart."""
+        tokenizer = self.model_text.tokenizer
+        spellings = [spelling for word in words for spelling in (word, f" {word}")]
+        spelled = (tuple(tokenizer.encode(spelling, allow_special=False)) for spelling in spellings)
+        return tuple(dict.fromkeys(token_ids for token_ids in spelled if token_ids))
+
+
+def _prompt_limit(options: GenerationOptions, max_model_len: int) -> int:
+    """Return how many tokens of a prompt are kept, from its end; at least one."""
+    if options.truncate_prompt_tokens is None:
+        return sys.maxsize
+    if options.truncate_prompt_tokens == TRUNCATE_TO_FIT:
+        return max(1, max_model_len - _least_output(options))
+    return options.truncate_prompt_tokens
+
+
+def _least_output(options: GenerationOptions) -> int:
+    """Return the output that a request must have room for; an engine computes at least one token."""
+    return max(options.max_output_tokens or 1, options.min_output_tokens)
 
 
 def fit_output(
-    request: ValidChatCompletion, *, num_prompt_tokens: int, max_model_len: int, default_max_tokens: int | None
+    options: GenerationOptions,
+    *,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    default_max_tokens: int | None,
+    prompt_field: str,
 ) -> int:
-    """Return the output limit of a request in tokens.
+    """Return the output limit of a request in tokens; ``prompt_field`` names the prompt in errors.
 
     A limit that the client gave must fit beside the prompt. Without one it is the room that is left, at most
     ``default_max_tokens``.
@@ -87,15 +179,18 @@ def fit_output(
         ContextLengthExceeded: prompt and output do not fit together.
     """
     room = max_model_len - num_prompt_tokens
-    wanted = max(request.max_output_tokens or 1, request.min_output_tokens)
+    wanted = _least_output(options)
     if wanted > room:
         raise ContextLengthExceeded.of(
-            num_prompt_tokens=num_prompt_tokens, max_output_tokens=wanted, max_model_len=max_model_len
+            num_prompt_tokens=num_prompt_tokens,
+            max_output_tokens=wanted,
+            max_model_len=max_model_len,
+            param=prompt_field,
         )
-    if request.max_output_tokens is not None:
-        return request.max_output_tokens
+    if options.max_output_tokens is not None:
+        return wanted
     limit = room if default_max_tokens is None else min(room, default_max_tokens)
-    if request.min_output_tokens > limit:
+    if options.min_output_tokens > limit:
         raise InvalidRequest(
             f"'min_tokens' is greater than this server's default limit of {limit}; give 'max_tokens' too.",
             param="min_tokens",

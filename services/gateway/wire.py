@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -23,6 +24,7 @@ from services.gateway.generation import (
     SamplingParams,
     StepEvents,
     Submission,
+    TokenLogprob,
 )
 from services.gateway.peers import EngineChoice, EngineState, EngineStatus, PlacementAsk
 
@@ -49,7 +51,7 @@ _REQUEST_STATUSES = {
 
 
 def encode_submit(submission: Submission, remaining_seconds: float) -> generation_pb2.GenerateRequest:
-    """Build the command that starts a request with one choice."""
+    """Build the command that starts a request."""
     return generation_pb2.GenerateRequest(
         submit=generation_pb2.Submit(
             request_id=submission.request_id,
@@ -64,14 +66,15 @@ def encode_submit(submission: Submission, remaining_seconds: float) -> generatio
             else generation_pb2.SharedPrefix(
                 salt=submission.shared_prefix.salt, num_blocks=submission.shared_prefix.num_blocks
             ),
-            choices=[generation_pb2.ChoiceState()],
+            choices=[generation_pb2.ChoiceState()] * submission.num_choices,
+            priority=submission.priority,
         )
     )
 
 
-def encode_abort(request_id: str) -> generation_pb2.GenerateRequest:
-    """Build the command that ends a request."""
-    return generation_pb2.GenerateRequest(abort=generation_pb2.Abort(request_id=request_id))
+def encode_abort(request_id: str, handles: Sequence[int]) -> generation_pb2.GenerateRequest:
+    """Build the command that ends some choices of a request, or all where none is named."""
+    return generation_pb2.GenerateRequest(abort=generation_pb2.Abort(request_id=request_id, handles=handles))
 
 
 def decode_step(message: generation_pb2.GenerateResponse) -> StepEvents:
@@ -89,6 +92,8 @@ def decode_step(message: generation_pb2.GenerateResponse) -> StepEvents:
         num_tokens=list(message.num_tokens),
         token_ids=list(message.token_ids),
         ends=ends,
+        output_logprobs=_decode_output_logprobs(message) if message.HasField("output_logprobs") else {},
+        prompt_logprobs=_decode_prompt_logprobs(message) if message.HasField("prompt_logprobs") else {},
     )
 
 
@@ -103,6 +108,7 @@ def encode_enqueue(ask: PlacementAsk, remaining_seconds: float) -> router_pb2.Pl
             model_name=ask.model_name,
             num_prompt_tokens=ask.num_prompt_tokens,
             max_output_tokens=ask.max_output_tokens,
+            priority=ask.priority,
             prefix_hashes=ask.prefix_hashes,
             hash_contract=_encode_hash_contract(ask.hash_contract),
             excluded_engine_ids=ask.excluded_engine_ids,
@@ -175,7 +181,34 @@ def _encode_sampling_params(params: SamplingParams) -> generation_pb2.SamplingPa
         min_output_tokens=params.min_output_tokens,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[generation_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
+        num_logprobs=params.num_logprobs,
+        num_prompt_logprobs=params.num_prompt_logprobs,
     )
+
+
+def _decode_output_logprobs(message: generation_pb2.GenerateResponse) -> dict[int, list[TokenLogprob]]:
+    counts = dict(zip(message.handles, message.num_tokens, strict=True))
+    entries = _decode_token_logprobs(message.output_logprobs.tokens)
+    return {handle: list(islice(entries, counts[handle])) for handle in message.output_logprobs.handles}
+
+
+def _decode_prompt_logprobs(message: generation_pb2.GenerateResponse) -> dict[int, list[TokenLogprob]]:
+    prompts = message.prompt_logprobs
+    entries = _decode_token_logprobs(prompts.tokens)
+    counts = zip(prompts.handles, prompts.num_tokens, strict=True)
+    return {handle: list(islice(entries, count)) for handle, count in counts}
+
+
+def _decode_token_logprobs(tokens: generation_pb2.TokenLogprobs) -> Iterator[TokenLogprob]:
+    alternatives = zip(tokens.alternative_token_ids, tokens.alternative_logprobs, strict=True)
+    for logprob, rank, count in zip(tokens.logprobs, tokens.ranks, tokens.num_alternatives, strict=True):
+        yield TokenLogprob(logprob, rank, tuple(islice(alternatives, count)))
 
 
 def _decode_finished(finished: generation_pb2.Finished) -> GenerationFinished:

@@ -33,6 +33,9 @@ class UpConfig:
     served_model_name: str | None = setting(
         None, "Name that clients use for the model; by default the name of the folder or file."
     )
+    model_aliases: tuple[str, ...] = setting(
+        (), "Further names by which clients may ask for the model, comma-separated."
+    )
     engines: int = setting(1, "Number of replicas: each is one engine process and one worker process.")
     data_dir: str = setting(
         "octavo-data", "Folder for stores, spools, logs and run.json; it serves one `octavo up` at a time."

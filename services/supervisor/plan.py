@@ -237,6 +237,8 @@ class _Planner:
             "data-dir": str(self._places.data_dir),
             "drain-timeout-seconds": str(self._config.drain_timeout_seconds),
         }
+        if self._config.model_aliases:
+            flags["model-aliases"] = ",".join(self._config.model_aliases)
         return ProcessPlan(
             name="gateway",
             command=self._tier("gateway", flags),

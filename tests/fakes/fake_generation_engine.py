@@ -41,10 +41,18 @@ class Script:
     breaks_stream: bool = False
     # Not even Started is sent.
     is_deaf: bool = False
+    # What the choices after the first do; those that are not given do the same as the first.
+    other_choices: Sequence[Script] = ()
+
+    def of_choice(self, index: int) -> Script:
+        """What one choice does."""
+        return self.other_choices[index - 1] if 0 < index <= len(self.other_choices) else self
 
 
 @dataclass(slots=True)
 class _Running:
+    """One choice of a request."""
+
     handle: int
     submit: generation_pb2.Submit
     script: Script
@@ -66,10 +74,14 @@ class FakeGenerationEngine:
     scripts: deque[Script] = field(default_factory=deque)
     submits: list[generation_pb2.Submit] = field(default_factory=list)
     aborted_ids: list[str] = field(default_factory=list)
+    # Requests of which single choices were aborted, and how many each time.
+    partly_aborted: list[tuple[str, int]] = field(default_factory=list)
     num_streams: int = 0
+    # A broken engine starts so many, whatever is asked for.
+    num_choices_started: int | None = None
     address: str = ""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _running: dict[str, _Running] = field(default_factory=dict)
+    _running: dict[str, list[_Running]] = field(default_factory=dict)
     _server: Any = None
     _next_handle: int = 1
 
@@ -148,6 +160,28 @@ class FakeGenerationEngine:
         )
 
 
+def logprob_of(token_id: int) -> float:
+    """What the engine says of any token, exact in 32 bits."""
+    return -(token_id % 16 + 1) / 16
+
+
+def alternatives_of(token_id: int, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens where ``token_id`` stands."""
+    return [(token_id + 1 + index, -(index + 1) / 64) for index in range(count)]
+
+
+def measured(token_ids: Sequence[int], count: int) -> generation_pb2.TokenLogprobs:
+    """Log-probabilities of tokens, each with so many alternatives, on the wire."""
+    alternatives = [alternative for token_id in token_ids for alternative in alternatives_of(token_id, count)]
+    return generation_pb2.TokenLogprobs(
+        logprobs=[logprob_of(token_id) for token_id in token_ids],
+        ranks=[token_id % 9 + 1 for token_id in token_ids],
+        num_alternatives=[count] * len(token_ids),
+        alternative_token_ids=[token_id for token_id, _ in alternatives],
+        alternative_logprobs=[logprob for _, logprob in alternatives],
+    )
+
+
 class _Engine(engine_pb2_grpc.EngineServiceServicer):
     def __init__(self, engine: FakeGenerationEngine) -> None:
         self._engine = engine
@@ -200,7 +234,7 @@ class _Stream:
     def __init__(self, engine: FakeGenerationEngine) -> None:
         self._engine = engine
         self._step_id = 0
-        self._requests: dict[str, _Running] = {}
+        self._requests: dict[str, list[_Running]] = {}
         # None ends the stream.
         self.outbox: asyncio.Queue[generation_pb2.GenerateResponse | None] = asyncio.Queue()
 
@@ -209,13 +243,14 @@ class _Stream:
             if command.HasField("submit"):
                 self._submit(command.submit)
             else:
-                self._abort(command.abort.request_id)
+                self._abort(command.abort.request_id, command.abort.handles)
             self._engine.note()
 
     def close(self) -> None:
-        for request_id, running in self._requests.items():
-            if running.task is not None:
-                running.task.cancel()
+        for request_id, choices in self._requests.items():
+            for running in choices:
+                if running.task is not None:
+                    running.task.cancel()
             self._engine._running.pop(request_id, None)
         self._engine.note()
 
@@ -223,27 +258,48 @@ class _Stream:
         engine = self._engine
         engine.submits.append(submit)
         script = engine.scripts.popleft() if engine.scripts else engine.default_script
-        running = _Running(engine._next_handle, submit, script)
-        engine._next_handle += 1
-        engine._running[submit.request_id] = running
-        self._requests[submit.request_id] = running
-        running.task = asyncio.create_task(self._play(running))
-
-    def _abort(self, request_id: str) -> None:
-        self._engine.aborted_ids.append(request_id)
-        running = self._requests.get(request_id)
-        if running is None:
+        first = engine._next_handle
+        engine._next_handle += len(submit.choices)
+        num_choices = engine.num_choices_started or len(submit.choices)
+        choices = [_Running(first + index, submit, script.of_choice(index)) for index in range(num_choices)]
+        engine._running[submit.request_id] = list(choices)
+        self._requests[submit.request_id] = list(choices)
+        if script.is_deaf:
             return
-        if running.task is not None:
-            running.task.cancel()
-        self._finish(running, generation_pb2.FINISH_REASON_ABORTED)
+        handles = [running.handle for running in choices]
+        started = generation_pb2.Started(request_id=submit.request_id, handles=handles)
+        self._send(generation_pb2.GenerateResponse(started=[started]))
+        if submit.sampling_params.HasField("num_prompt_logprobs"):
+            self._measure_prompt(choices[0])
+        for running in choices:
+            running.task = asyncio.create_task(self._play(running))
+
+    def _abort(self, request_id: str, handles: Sequence[int]) -> None:
+        if handles:
+            self._engine.partly_aborted.append((request_id, len(handles)))
+        else:
+            self._engine.aborted_ids.append(request_id)
+        for running in list(self._requests.get(request_id, ())):
+            if handles and running.handle not in handles:
+                continue
+            if running.task is not None:
+                running.task.cancel()
+            self._finish(running, generation_pb2.FINISH_REASON_ABORTED)
+
+    def _measure_prompt(self, running: _Running) -> None:
+        """Tell the prompt's log-probabilities in two parts, as chunks of a prompt are computed."""
+        token_ids, count = running.submit.prompt_token_ids[1:], running.submit.sampling_params.num_prompt_logprobs
+        middle = len(token_ids) // 2
+        for part in (token_ids[:middle], token_ids[middle:]):
+            if part:
+                message = generation_pb2.GenerateResponse()
+                message.prompt_logprobs.handles.append(running.handle)
+                message.prompt_logprobs.num_tokens.append(len(part))
+                message.prompt_logprobs.tokens.CopyFrom(measured(part, count))
+                self._send(message)
 
     async def _play(self, running: _Running) -> None:
         script = running.script
-        if script.is_deaf:
-            return
-        started = generation_pb2.Started(request_id=running.submit.request_id, handles=[running.handle])
-        self._send(generation_pb2.GenerateResponse(started=[started]))
         await asyncio.sleep(script.first_delay_seconds)
         limit = running.submit.sampling_params.max_output_tokens
         token_ids = list(script.token_ids)[:limit]
@@ -289,16 +345,26 @@ class _Stream:
         self._send(message)
 
     def _end(self, running: _Running) -> None:
-        self._requests.pop(running.submit.request_id, None)
-        self._engine._running.pop(running.submit.request_id, None)
+        request_id = running.submit.request_id
+        for requests in (self._requests, self._engine._running):
+            choices = requests.get(request_id, [])
+            if running in choices:
+                choices.remove(running)
+            if not choices:
+                requests.pop(request_id, None)
         self._engine.note()
 
     def _tokens(self, running: _Running, token_ids: Sequence[int]) -> generation_pb2.GenerateResponse:
         if not token_ids:
             return generation_pb2.GenerateResponse()
-        return generation_pb2.GenerateResponse(
+        message = generation_pb2.GenerateResponse(
             handles=[running.handle], num_tokens=[len(token_ids)], token_ids=token_ids
         )
+        params = running.submit.sampling_params
+        if params.HasField("num_logprobs"):
+            message.output_logprobs.handles.append(running.handle)
+            message.output_logprobs.tokens.CopyFrom(measured(token_ids, params.num_logprobs))
+        return message
 
     def _usage(self, running: _Running) -> generation_pb2.Usage:
         return generation_pb2.Usage(

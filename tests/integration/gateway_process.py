@@ -6,14 +6,14 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from libs.text import ModelText
+from libs.text import ModelText, load_model_text, resolve_model_path
 from tests.fakes.fake_generation_engine import FakeGenerationEngine
 from tests.fakes.fake_router import FakeRouter
 from tests.fakes.fake_telemetry import FakeTelemetry
@@ -79,6 +79,47 @@ class Stand:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of plain text."""
         return self.model_text.tokenizer.encode(text, allow_special=False)
+
+
+class open_stand:  # Reads as the context manager that it is.
+    """Start the fakes, and a gateway between them."""
+
+    def __init__(self, data_dir: Path, *flags: str, with_router: bool = True) -> None:
+        self._data_dir, self._flags, self._with_router = data_dir, flags, with_router
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Stand:
+        model_text = load_model_text(resolve_model_path(MODEL_NAME))
+        engine = FakeGenerationEngine(tokenizer_digest=model_text.tokenizer_digest)
+        router, telemetry = FakeRouter([engine]), FakeTelemetry()
+        for fake in (engine, router, telemetry):
+            await fake.start()
+            self._stack.push_async_callback(fake.stop)
+        engines = (
+            ["--router-address", router.address] if self._with_router else ["--engine-addresses", engine.address]
+        )
+        gateway = await self._stack.enter_async_context(
+            run_gateway(self._data_dir, "--telemetry-address", telemetry.address, *engines, *self._flags)
+        )
+        await gateway.wait_ready()
+        return Stand(engine, router, telemetry, model_text, gateway)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+
+def events_of(raw: bytes) -> list[Any]:
+    """Parse a stream strictly: every event is one data line of JSON or [DONE], or a comment."""
+    assert raw.endswith(b"\n\n")
+    events: list[Any] = []
+    for block in raw.decode().removesuffix("\n\n").split("\n\n"):
+        if block == ": ping":
+            continue
+        assert block.startswith("data: ")
+        assert "\n" not in block
+        data = block.removeprefix("data: ")
+        events.append(data if data == "[DONE]" else json.loads(data))
+    return events
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,8 @@ import pytest_asyncio
 
 from libs.errors import InvalidLogits, NoEngineAvailable, WorkerLost
 from libs.protogen.telemetry.v1 import telemetry_pb2
-from libs.text import load_model_text, resolve_model_path
-from tests.fakes.fake_generation_engine import FakeGenerationEngine, Script
-from tests.fakes.fake_router import FakeRouter
-from tests.fakes.fake_telemetry import FakeTelemetry
-from tests.integration.gateway_process import MODEL_NAME, Stand, run_gateway
+from tests.fakes.fake_generation_engine import Script
+from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open_stand, run_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -47,33 +43,6 @@ def stand(shared_stand: Stand) -> Stand:
     return shared_stand
 
 
-class open_stand:  # Reads as the context manager that it is.
-    """Start the fakes, and a gateway between them."""
-
-    def __init__(self, data_dir: Path, *flags: str, with_router: bool = True) -> None:
-        self._data_dir, self._flags, self._with_router = data_dir, flags, with_router
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Stand:
-        model_text = load_model_text(resolve_model_path(MODEL_NAME))
-        engine = FakeGenerationEngine(tokenizer_digest=model_text.tokenizer_digest)
-        router, telemetry = FakeRouter([engine]), FakeTelemetry()
-        for fake in (engine, router, telemetry):
-            await fake.start()
-            self._stack.push_async_callback(fake.stop)
-        engines = (
-            ["--router-address", router.address] if self._with_router else ["--engine-addresses", engine.address]
-        )
-        gateway = await self._stack.enter_async_context(
-            run_gateway(self._data_dir, "--telemetry-address", telemetry.address, *engines, *self._flags)
-        )
-        await gateway.wait_ready()
-        return Stand(engine, router, telemetry, model_text, gateway)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-
 def chat(**fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Name three primes."}]
     return {"model": MODEL_NAME, "messages": messages} | fields
@@ -88,20 +57,6 @@ async def stream_bytes(stand: Stand, **fields: Any) -> bytes:
     async with stand.gateway.http.post("/v1/chat/completions", json=chat(stream=True, **fields)) as response:
         assert response.status == 200
         return await response.read()
-
-
-def events_of(raw: bytes) -> list[Any]:
-    """Parse a stream strictly: every event is one data line of JSON or [DONE], or a comment."""
-    assert raw.endswith(b"\n\n")
-    events: list[Any] = []
-    for block in raw.decode().removesuffix("\n\n").split("\n\n"):
-        if block == ": ping":
-            continue
-        assert block.startswith("data: ")
-        assert "\n" not in block
-        data = block.removeprefix("data: ")
-        events.append(data if data == "[DONE]" else json.loads(data))
-    return events
 
 
 def text_of(events: list[Any]) -> str:
@@ -281,7 +236,7 @@ async def test_the_async_openai_client_streams_and_understands_errors(stand: Sta
         with pytest.raises(openai.NotFoundError) as unknown:
             await client.chat.completions.create(model="nope", messages=messages)
         with pytest.raises(openai.BadRequestError) as wrong:
-            await client.chat.completions.create(model=MODEL_NAME, messages=messages, n=2)
+            await client.chat.completions.create(model=MODEL_NAME, messages=messages, n=200)
         stand.engine.default_script = Script(token_ids=[1, 2, 3], error=InvalidLogits("NaN in the logits"))
         with pytest.raises(openai.APIError) as broken:
             async for _ in await client.chat.completions.create(model=MODEL_NAME, messages=messages, stream=True):
@@ -333,10 +288,15 @@ LONG_PROMPT = [{"role": "user", "content": "a " * 9000}]
         (chat(messages=[]), 400, "messages", None),
         (chat(messages=[{"role": "user", "content": "x"}] * 100_000), 400, "messages", None),
         (chat(messages=[{"role": "user", "content": "x"}] * 3000), 400, "messages", None),
-        (chat(n=100_000), 400, "n", "unsupported_field"),
+        (chat(n=100_000), 400, "n", None),
+        (chat(n=0, stream=True), 400, "n", None),
+        (chat(best_of=10**6), 400, "best_of", "unsupported_field"),
+        (chat(bad_words=["x"] * 50_000), 400, "bad_words", None),
+        (chat(presence_penalty=1e9), 400, "presence_penalty", None),
+        (chat(repetition_penalty=0), 400, "repetition_penalty", None),
         (chat(stop=["x"] * 100_000), 400, "stop", None),
         (chat(stop="x" * 1_000_000), 400, "stop", None),
-        (chat(logit_bias={str(i): 1 for i in range(49152)}), 400, "logit_bias", "unsupported_field"),
+        (chat(logit_bias={str(i): 1 for i in range(49152)}), 400, "logit_bias", None),
         (chat(chat_template="{{ 'x' * 10**9 }}"), 400, "chat_template", "unsupported_field"),
         (chat(unheard_of=1), 400, "unheard_of", None),
         (chat(model="../../etc/passwd"), 404, "model", "model_not_found"),
@@ -690,7 +650,13 @@ async def strict_stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 KEY_ONE = {"Authorization": "Bearer sk-one"}
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/models/x", "/nowhere"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
+        *("/v1/models", "/v1/models/x", "/nowhere"),
+    ],
+)
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer sk-wrong"}])
 async def test_without_a_key_every_route_but_the_probes_is_closed(
     strict_stand: Stand, path: str, headers: dict[str, str]

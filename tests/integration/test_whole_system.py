@@ -301,6 +301,14 @@ async def test_sigterm_finishes_streams_and_flushes_every_row(running_octavo: St
     assert [row["status"] for row in rows] == ["length"]
 
 
+async def complete_thrice(client: AsyncOpenAI, prompt: str | list[str]) -> list[str]:
+    """Return three drawn choices for each prompt."""
+    completion = await client.completions.create(model=MODEL, prompt=prompt, seed=7, max_tokens=12, n=3)
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 12 * len(completion.choices)
+    return [choice.text for choice in completion.choices]
+
+
 async def test_the_openai_client_lists_completes_and_streams(running_octavo: StartOctavo) -> None:
     with running_octavo(*STUB) as octavo:
         async with AsyncOpenAI(base_url=f"{octavo.base_url}/v1", api_key="none", max_retries=0) as client:
@@ -318,7 +326,13 @@ async def test_the_openai_client_lists_completes_and_streams(running_octavo: Sta
                 stream_options={"include_usage": True},
             )
             chunks = [chunk async for chunk in stream]
+            prompts = ["One two three", "Four five six seven", "Eight"]
+            together = await complete_thrice(client, prompts)
+            alone = [await complete_thrice(client, prompt) for prompt in prompts]
 
+    # A drawn choice depends on seed, place and text alone, not on what it was asked together with.
+    assert together == [text for texts in alone for text in texts]
+    assert len(set(together)) == 9
     assert [entry.id for entry in models.data] == [MODEL]
     assert model.id == MODEL
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,6 +16,7 @@ from libs.text import ModelText, load_model_text, resolve_model_path
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.engine_streams import EngineStreams
 from services.gateway.generation import SamplingParams, Submission
+from services.gateway.generation_options import GenerationOptions, parse_generation_options
 from services.gateway.peers import PlacementAsk
 from services.gateway.placement import Placements
 from tests.fakes.fake_generation_engine import FakeGenerationEngine, Script
@@ -56,7 +58,7 @@ def metrics() -> GatewayMetrics:
     return GatewayMetrics(CollectorRegistry())
 
 
-def submission(request_id: str = "r-1", *, max_output_tokens: int = 16) -> Submission:
+def submission(request_id: str = "r-1", *, max_output_tokens: int = 16, num_choices: int = 1) -> Submission:
     """A small request as an engine takes it."""
     return Submission(
         request_id=request_id,
@@ -75,6 +77,7 @@ def submission(request_id: str = "r-1", *, max_output_tokens: int = 16) -> Submi
             ignore_eos=False,
         ),
         cache_salt=b"salt",
+        num_choices=num_choices,
     )
 
 
@@ -110,3 +113,8 @@ async def directory_of(*engines: FakeGenerationEngine) -> EngineDirectory:
 def own_placements(directory: EngineDirectory, metrics: GatewayMetrics) -> Placements:
     """Placements of a gateway without a router."""
     return Placements(router=None, directory=directory, metrics=metrics, random_source=random.Random(0))
+
+
+def options(**fields: Any) -> GenerationOptions:
+    """Options as a request with these fields has them."""
+    return parse_generation_options(fields, vocab_size=49152, max_output_tokens=fields.get("max_tokens"))

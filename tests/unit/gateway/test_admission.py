@@ -21,6 +21,22 @@ async def test_more_than_the_bound_is_refused_with_a_time_to_come_back() -> None
     assert caught.value.retry_after_seconds is not None
 
 
+async def test_every_prompt_of_a_request_takes_a_place() -> None:
+    admission = Admission(max_requests=3)
+
+    with admission.admit() as slot:
+        slot.grow(1)
+        with admission.admit() as other:
+            with pytest.raises(Overloaded):
+                other.grow(1)
+            with pytest.raises(Overloaded), admission.admit():
+                pass
+    with admission.admit() as slot:
+        slot.grow(2)
+
+    assert await admission.wait_empty(0.0)
+
+
 async def test_a_drain_refuses_new_requests_and_waits_for_those_inside() -> None:
     admission = Admission(max_requests=2)
     leave = asyncio.Event()

@@ -47,6 +47,7 @@ def test_no_keys_on_a_reachable_address_is_refused_with_the_ways_out(host: str) 
         ("--max-body-bytes", "-5"),
         ("--sse-heartbeat-seconds", "nan"),
         ("--drain-timeout-seconds", "-1"),
+        ("--model-aliases", "a,b,a"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused(argv: tuple[str, ...]) -> None:
@@ -55,7 +56,11 @@ def test_a_value_that_makes_no_sense_is_refused(argv: tuple[str, ...]) -> None:
 
 
 def test_lists_and_flags_are_read() -> None:
-    config = configured("--engine-addresses", "a:1, unix:/b", "--router-address", "unix:/r")
+    config = configured(
+        *("--engine-addresses", "a:1, unix:/b", "--router-address", "unix:/r"),
+        *("--model-aliases", "meta-llama/Llama-3-70b-instruct, gpt-4o"),
+    )
 
     assert config.engine_addresses == ("a:1", "unix:/b")
+    assert config.model_aliases == ("meta-llama/Llama-3-70b-instruct", "gpt-4o")
     assert config.router_address == "unix:/r"

@@ -6,21 +6,57 @@ import asyncio
 
 import pytest
 
-from libs.errors import EngineLost, InvalidLogits, Overloaded
+from libs.errors import EngineLost, InternalError, InvalidLogits, Overloaded
 from libs.protogen.generation.v1 import generation_pb2
-from services.gateway.engine_streams import EngineRequest, EngineStreams
-from services.gateway.generation import FinishReason, GenerationEnd, GenerationFailed, GenerationFinished
+from services.gateway.engine_streams import EngineStreams
+from services.gateway.generation import (
+    ChoiceStep,
+    FinishReason,
+    GenerationEnd,
+    GenerationFailed,
+    GenerationFinished,
+    Submission,
+)
 from tests.fakes.fake_generation_engine import Script
 from tests.unit.gateway.conftest import StartEngine, submission
 
 
-async def read_all(request: EngineRequest) -> tuple[list[int], GenerationEnd]:
+class Reader:
+    """Submits a request and reads it."""
+
+    def __init__(self, streams: EngineStreams, address: str, submission: Submission) -> None:
+        self.news = asyncio.Event()
+        self.request = streams.submit(address, submission, remaining_seconds=60, news=self.news)
+
+    async def next_steps(self) -> list[ChoiceStep]:
+        await self.news.wait()
+        self.news.clear()
+        return self.request.take()
+
+    async def next_step(self) -> ChoiceStep:
+        (step,) = await self.next_steps()
+        return step
+
+
+async def read_all(reader: Reader) -> tuple[list[int], GenerationEnd]:
     token_ids: list[int] = []
     while True:
-        step = await request.next_step()
+        step = await reader.next_step()
         token_ids += step.token_ids
         if step.end is not None:
             return token_ids, step.end
+
+
+async def read_choices(reader: Reader) -> tuple[dict[int, list[int]], dict[int, GenerationEnd]]:
+    token_ids: dict[int, list[int]] = {}
+    ends: dict[int, GenerationEnd] = {}
+    while len(ends) < reader.request.num_choices:
+        for step in await reader.next_steps():
+            token_ids.setdefault(step.choice_index, []).extend(step.token_ids)
+            if step.end is not None:
+                assert step.choice_index not in ends
+                ends[step.choice_index] = step.end
+    return token_ids, ends
 
 
 def error_of(end: GenerationEnd) -> Exception:
@@ -31,7 +67,7 @@ def error_of(end: GenerationEnd) -> Exception:
 async def test_tokens_and_the_end_arrive_in_order(start_engine: StartEngine, streams: EngineStreams) -> None:
     engine = await start_engine(script=Script(token_ids=[4, 5, 6, 7], tokens_per_step=3, num_cached_tokens=2))
 
-    request = streams.submit(engine.address, submission(), remaining_seconds=60)
+    request = Reader(streams, engine.address, submission())
     token_ids, end = await read_all(request)
 
     assert token_ids == [4, 5, 6, 7]
@@ -45,7 +81,7 @@ async def test_tokens_and_the_end_arrive_in_order(start_engine: StartEngine, str
 async def test_many_requests_share_one_stream(start_engine: StartEngine, streams: EngineStreams) -> None:
     engine = await start_engine(script=Script(token_ids=[1, 2, 3], step_delay_seconds=0.001))
 
-    requests = [streams.submit(engine.address, submission(f"r-{n}"), remaining_seconds=60) for n in range(8)]
+    requests = [Reader(streams, engine.address, submission(f"r-{n}")) for n in range(8)]
     answers = await asyncio.gather(*(read_all(request) for request in requests))
 
     assert [token_ids for token_ids, _ in answers] == [[1, 2, 3]] * 8
@@ -54,9 +90,9 @@ async def test_many_requests_share_one_stream(start_engine: StartEngine, streams
 
 async def test_a_slow_reader_finds_all_tokens_merged(start_engine: StartEngine, streams: EngineStreams) -> None:
     engine = await start_engine(script=Script(token_ids=list(range(1, 11))))
-    request = streams.submit(engine.address, submission(), remaining_seconds=60)
+    request = Reader(streams, engine.address, submission())
 
-    await request.wait_ended()
+    await request.request.wait_ended()
     step = await request.next_step()
 
     assert step.token_ids == list(range(1, 11))
@@ -65,7 +101,7 @@ async def test_a_slow_reader_finds_all_tokens_merged(start_engine: StartEngine, 
 
 async def test_a_wait_that_is_cancelled_loses_nothing(start_engine: StartEngine, streams: EngineStreams) -> None:
     engine = await start_engine(script=Script(token_ids=[1, 2, 3, 4], step_delay_seconds=0.02))
-    request = streams.submit(engine.address, submission(), remaining_seconds=60)
+    request = Reader(streams, engine.address, submission())
     token_ids: list[int] = []
     end: GenerationEnd | None = None
 
@@ -82,23 +118,24 @@ async def test_a_wait_that_is_cancelled_loses_nothing(start_engine: StartEngine,
 
 async def test_an_abort_is_confirmed_with_counts(start_engine: StartEngine, streams: EngineStreams) -> None:
     engine = await start_engine(script=Script(token_ids=[1, 2], hangs=True))
-    request = streams.submit(engine.address, submission(), remaining_seconds=60)
+    request = Reader(streams, engine.address, submission())
     await request.next_step()
 
-    request.abort()
-    request.abort()
-    await request.wait_ended()
+    request.request.abort()
+    request.request.abort()
+    await request.request.wait_ended()
+    _, end = await read_all(request)
 
-    assert isinstance(request.end, GenerationFinished)
-    assert request.end.reason is FinishReason.ABORTED
-    assert request.end.usage.num_output_tokens == 2
+    assert isinstance(end, GenerationFinished)
+    assert end.reason is FinishReason.ABORTED
+    assert end.usage.num_output_tokens == 2
     assert engine.aborted_ids == ["r-1"]
 
 
 async def test_an_engine_that_gives_up_unasked_is_a_loss(start_engine: StartEngine, streams: EngineStreams) -> None:
     aborted = Script(token_ids=[1], reason=generation_pb2.FINISH_REASON_ABORTED)
     engine = await start_engine(script=aborted)
-    request = streams.submit(engine.address, submission(), remaining_seconds=60)
+    request = Reader(streams, engine.address, submission())
 
     _, end = await read_all(request)
 
@@ -113,8 +150,8 @@ async def test_a_failed_request_has_its_error_and_the_others_go_on(
         [Script(token_ids=[1], error=InvalidLogits("NaN")), Script(token_ids=[1, 2], step_delay_seconds=0.01)]
     )
 
-    bad = streams.submit(engine.address, submission("bad"), remaining_seconds=60)
-    good = streams.submit(engine.address, submission("good"), remaining_seconds=60)
+    bad = Reader(streams, engine.address, submission("bad"))
+    good = Reader(streams, engine.address, submission("good"))
 
     assert isinstance(error_of((await read_all(bad))[1]), InvalidLogits)
     assert isinstance((await read_all(good))[1], GenerationFinished)
@@ -124,7 +161,7 @@ async def test_a_lost_engine_ends_all_requests_and_a_new_stream_is_opened(
     start_engine: StartEngine, streams: EngineStreams
 ) -> None:
     engine = await start_engine(script=Script(token_ids=[1], hangs=True))
-    requests = [streams.submit(engine.address, submission(f"r-{n}"), remaining_seconds=60) for n in range(3)]
+    requests = [Reader(streams, engine.address, submission(f"r-{n}")) for n in range(3)]
     for request in requests:
         await request.next_step()
     address = engine.address
@@ -135,7 +172,7 @@ async def test_a_lost_engine_ends_all_requests_and_a_new_stream_is_opened(
     await engine.start(address)
     async with asyncio.timeout(10):
         while True:
-            again = streams.submit(address, submission("again"), remaining_seconds=60)
+            again = Reader(streams, address, submission("again"))
             token_ids, end = await read_all(again)
             if isinstance(end, GenerationFinished):
                 break
@@ -146,7 +183,7 @@ async def test_a_lost_engine_ends_all_requests_and_a_new_stream_is_opened(
 
 async def test_a_stream_that_the_engine_ends_is_a_loss(start_engine: StartEngine, streams: EngineStreams) -> None:
     engine = await start_engine(script=Script(token_ids=[1], breaks_stream=True))
-    request = streams.submit(engine.address, submission(), remaining_seconds=60)
+    request = Reader(streams, engine.address, submission())
 
     _, end = await read_all(request)
 
@@ -154,10 +191,10 @@ async def test_a_stream_that_the_engine_ends_is_a_loss(start_engine: StartEngine
 
 
 async def test_nobody_listening_is_a_loss(streams: EngineStreams) -> None:
-    request = streams.submit("127.0.0.1:1", submission(), remaining_seconds=60)
+    request = Reader(streams, "127.0.0.1:1", submission())
 
     async with asyncio.timeout(10):
-        await request.wait_accepted()
+        await request.request.wait_accepted()
         _, end = await read_all(request)
 
     assert isinstance(error_of(end), EngineLost)
@@ -168,10 +205,10 @@ async def test_a_full_stream_refuses_with_a_time_to_come_back(
 ) -> None:
     engine = await start_engine(script=Script(hangs=True))
     for number in range(8):
-        streams.submit(engine.address, submission(f"r-{number}"), remaining_seconds=60)
+        Reader(streams, engine.address, submission(f"r-{number}"))
 
     with pytest.raises(Overloaded) as caught:
-        streams.submit(engine.address, submission("one-too-many"), remaining_seconds=60)
+        Reader(streams, engine.address, submission("one-too-many"))
 
     assert caught.value.retry_after_seconds is not None
 
@@ -180,9 +217,76 @@ async def test_closing_ends_what_is_open(start_engine: StartEngine) -> None:
     engine = await start_engine(script=Script(token_ids=[1], hangs=True))
     async with asyncio.TaskGroup() as tasks:
         streams = EngineStreams(max_requests=8, tasks=tasks)
-        request = streams.submit(engine.address, submission(), remaining_seconds=60)
+        request = Reader(streams, engine.address, submission())
         await request.next_step()
         streams.close()
+    _, end = await read_all(request)
 
-    assert request.end is not None
-    assert isinstance(error_of(request.end), EngineLost)
+    assert isinstance(error_of(end), EngineLost)
+
+
+# --- Several choices.
+
+
+async def test_choices_have_tokens_and_ends_of_their_own_and_one_usage(
+    start_engine: StartEngine, streams: EngineStreams
+) -> None:
+    others = (Script(token_ids=[4], num_cached_tokens=3), Script(token_ids=[5, 6, 7, 8]))
+    engine = await start_engine(script=Script(token_ids=[1, 2], num_cached_tokens=2, other_choices=others))
+
+    reader = Reader(streams, engine.address, submission(num_choices=3))
+    token_ids, ends = await read_choices(reader)
+
+    assert token_ids == {0: [1, 2], 1: [4], 2: [5, 6, 7, 8]}
+    assert all(isinstance(end, GenerationFinished) for end in ends.values())
+    assert len(engine.submits[0].choices) == 3
+    usage = reader.request.usage
+    assert usage is not None
+    # The prompt was found in the cache once; outputs add up.
+    assert (usage.num_cached_tokens, usage.num_output_tokens) == (2, 7)
+    assert reader.request.has_ended
+    assert reader.request.num_received_tokens == 7
+
+
+async def test_one_choice_is_aborted_and_the_others_go_on(
+    start_engine: StartEngine, streams: EngineStreams
+) -> None:
+    engine = await start_engine(script=Script(token_ids=[1], hangs=True, other_choices=(Script(token_ids=[2, 3]),)))
+    reader = Reader(streams, engine.address, submission(num_choices=2))
+    await reader.next_steps()
+
+    reader.request.abort_choice(0)
+    reader.request.abort_choice(0)
+    await reader.request.wait_ended()
+    ends = {step.choice_index: step.end for step in reader.request.take() if step.end is not None}
+
+    aborted = ends[0]
+    assert isinstance(aborted, GenerationFinished)
+    assert aborted.reason is FinishReason.ABORTED
+    assert engine.partly_aborted == [("r-1", 1)]
+    assert engine.aborted_ids == []
+
+
+async def test_a_lost_engine_ends_every_choice(start_engine: StartEngine, streams: EngineStreams) -> None:
+    done = Script(token_ids=[2])
+    engine = await start_engine(script=Script(token_ids=[1], hangs=True, other_choices=(done,)))
+    reader = Reader(streams, engine.address, submission(num_choices=2))
+    await reader.next_steps()
+
+    await engine.stop()
+    await reader.request.wait_ended()
+    ends = [step.end for step in reader.request.take() if step.end is not None]
+
+    assert isinstance(error_of(ends[0]), EngineLost)
+
+
+async def test_an_engine_that_starts_another_number_of_choices_is_refused(
+    start_engine: StartEngine, streams: EngineStreams
+) -> None:
+    engine = await start_engine()
+    engine.num_choices_started = 1
+
+    reader = Reader(streams, engine.address, submission(num_choices=2))
+    _, ends = await read_choices(reader)
+
+    assert all(isinstance(error_of(end), InternalError) for end in ends.values())

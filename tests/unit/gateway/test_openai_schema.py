@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from libs.errors import InvalidRequest, ModelNotFound, OctavoError, UnsupportedField
 from libs.text import ChatMessage
-from services.gateway.openai_fields import SERVED_FIELDS
+from services.gateway.generation_options import GenerationOptions
+from services.gateway.openai_fields import CHAT_FIELDS
 from services.gateway.openai_schema import (
     MAX_MESSAGES,
     ModelFacts,
@@ -22,6 +23,7 @@ from services.gateway.openai_schema import (
     parse_json,
     read_head,
 )
+from services.gateway.prompts import ChatPrompt
 
 MODEL = ModelFacts(name="tiny", vocab_size=1000)
 
@@ -45,26 +47,45 @@ def test_a_minimal_request_has_the_documented_defaults() -> None:
 
     assert request == ValidChatCompletion(
         model="tiny",
-        messages=(ChatMessage("user", "Hi"),),
-        temperature=1.0,
-        top_p=None,
-        top_k=None,
-        min_p=None,
-        seed=None,
-        max_output_tokens=None,
-        min_output_tokens=0,
-        stop_strings=(),
-        stop_token_ids=(),
-        ignore_eos=False,
-        is_streaming=False,
-        includes_usage=False,
-        user=None,
-        metadata={},
+        prompt=ChatPrompt((ChatMessage("user", "Hi"),), add_generation_prompt=True, continue_final_message=False),
+        options=GenerationOptions(
+            num_choices=1,
+            temperature=1.0,
+            top_p=None,
+            top_k=None,
+            min_p=None,
+            seed=None,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=None,
+            logit_bias={},
+            allowed_token_ids=(),
+            bad_words=(),
+            max_output_tokens=None,
+            min_output_tokens=0,
+            stop_strings=(),
+            includes_stop_string=False,
+            stop_token_ids=(),
+            ignore_eos=False,
+            skips_special_tokens=True,
+            truncate_prompt_tokens=None,
+            priority=0,
+            is_streaming=False,
+            includes_usage=False,
+            has_continuous_usage=False,
+            returns_token_ids=False,
+            num_logprobs=None,
+            num_prompt_logprobs=None,
+            num_echoed_logprobs=None,
+            echoes_prompt=False,
+            user=None,
+            metadata={},
+        ),
     )
 
 
 def test_served_fields_are_read() -> None:
-    request = parse(
+    options = parse(
         temperature=0.5,
         top_p=0.9,
         top_k=40,
@@ -76,20 +97,49 @@ def test_served_fields_are_read() -> None:
         stop_token_ids=[3, 4],
         ignore_eos=True,
         stream=True,
-        stream_options={"include_usage": True, "include_obfuscation": False},
+        stream_options={"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True},
         user="u-1",
         metadata={"job": "nightly"},
-    )
+    ).options
 
-    assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.5, 0.9, 40, 0.1)
-    assert request.seed == 2**64 - 1
-    assert (request.max_output_tokens, request.min_output_tokens) == (7, 2)
-    assert request.stop_strings == ("END", ".")
-    assert request.stop_token_ids == (3, 4)
-    assert request.ignore_eos
-    assert request.is_streaming
-    assert request.includes_usage
-    assert (request.user, request.metadata) == ("u-1", {"job": "nightly"})
+    assert (options.temperature, options.top_p, options.top_k, options.min_p) == (0.5, 0.9, 40, 0.1)
+    assert options.seed == 2**64 - 1
+    assert (options.max_output_tokens, options.min_output_tokens) == (7, 2)
+    assert options.stop_strings == ("END", ".")
+    assert options.stop_token_ids == (3, 4)
+    assert options.ignore_eos
+    assert options.is_streaming
+    assert (options.includes_usage, options.has_continuous_usage) == (True, True)
+    assert (options.user, options.metadata) == ("u-1", {"job": "nightly"})
+
+
+def test_fields_that_change_the_draw_are_read() -> None:
+    options = parse(
+        n=3,
+        presence_penalty=-2,
+        frequency_penalty=1.5,
+        repetition_penalty=1.1,
+        logit_bias={"0": -100, "999": 2.5},
+        allowed_token_ids=[5, 6, 5],
+        bad_words=["no", "no", "never"],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        truncate_prompt_tokens=10,
+        priority=-7,
+        return_token_ids=True,
+    ).options
+
+    assert options.num_choices == 3
+    assert (options.presence_penalty, options.frequency_penalty) == (-2.0, 1.5)
+    assert options.repetition_penalty == 1.1
+    assert options.logit_bias == {0: -100.0, 999: 2.5}
+    assert options.allowed_token_ids == (5, 6)
+    assert options.bad_words == ("no", "never")
+    assert (options.includes_stop_string, options.skips_special_tokens) == (True, False)
+    assert options.truncate_prompt_tokens == 10
+    # A client's lower is earlier, an engine's higher.
+    assert options.priority == 7
+    assert options.returns_token_ids
 
 
 WRONG_VALUES: dict[str, list[Any]] = {
@@ -106,6 +156,39 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "stop_token_ids": [5, [-1], [1000], [True], ["1"], list(range(65))],
     "stream": ["true", 1, 0],
     "ignore_eos": ["no", 1],
+    "n": [0, -1, 129, 100_000, 1.5, "2", True],
+    "presence_penalty": [1e9, -2.1, "0", True, []],
+    "frequency_penalty": [1e9, 2.5, True],
+    "repetition_penalty": [0, -1, 1e9, "1", True],
+    "logit_bias": [
+        [],
+        "5",
+        {"1000": 1},
+        {"-1": 1},
+        {"x": 1},
+        {"05": 1},
+        {" 5": 1},
+        {"\u0665": 1},
+        {"9" * 5000: 1},
+        {"5": 101},
+        {"5": "1"},
+        {"5": True},
+        {"5": None},
+        {str(number): 1 for number in range(49152)},
+    ],
+    "allowed_token_ids": [5, [], [-1], [1000], [True], ["1"], list(range(1000)) * 2],
+    "bad_words": ["no", [5], [""], ["x" * 257], ["x"] * 50_000],
+    "include_stop_str_in_output": ["yes", 1],
+    "skip_special_tokens": ["no", 0],
+    "truncate_prompt_tokens": [0, -2, 1.5, "5", True],
+    "priority": [101, -101, 1.5, "high", True],
+    "add_generation_prompt": ["no", 1],
+    "continue_final_message": ["no", 1],
+    "echo": ["no", 1],
+    "return_token_ids": ["no", 1],
+    "logprobs": [1, 0, "yes"],
+    "top_logprobs": [21, -1, 1.5, True, 49152],
+    "prompt_logprobs": [21, -1, 1.5, True],
     "user": [5, "x" * 257],
     "metadata": [[], {"a": 1}, {str(i): "" for i in range(17)}, {"a": "x" * 513}],
 }
@@ -125,33 +208,17 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", 0),
-        ("n", 100_000),
-        ("n", True),
         ("best_of", 10**6),
-        ("logprobs", True),
-        ("top_logprobs", 0),
-        ("top_logprobs", 49152),
-        ("presence_penalty", 1e9),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", -1),
-        ("logit_bias", {"5": 100}),
+        ("best_of", 2),
+        ("suffix", "end"),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "auto"),
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "text", "strict": True}),
         ("chat_template", "{{ messages }}"),
         ("chat_template_kwargs", {"chat_template": "x"}),
-        ("continue_final_message", True),
-        ("add_generation_prompt", False),
         ("cache_salt", "mine"),
-        ("prompt_logprobs", 1),
-        ("bad_words", ["x"]),
         ("structured_outputs", {}),
-        ("priority", 5),
         ("store", True),
         ("reasoning_effort", "high"),
         ("modalities", ["text", "audio"]),
@@ -250,7 +317,7 @@ def test_content_parts_are_joined_and_developer_speaks_as_system() -> None:
         ]
     )
 
-    assert request.messages == (
+    assert request.prompt.messages == (
         ChatMessage("system", "Be brief."),
         ChatMessage("user", "a\nb"),
         ChatMessage("assistant", "c"),
@@ -274,9 +341,45 @@ def test_a_model_must_be_named(name: Any) -> None:
     assert error.param == "model"
 
 
+def test_log_probabilities_are_asked_for_with_or_without_alternatives() -> None:
+    assert parse().options.num_logprobs is None
+    assert parse(logprobs=False, top_logprobs=0).options.num_logprobs is None
+    assert parse(logprobs=True).options.num_logprobs == 0
+    assert parse(logprobs=True, top_logprobs=None).options.num_logprobs == 0
+    assert parse(logprobs=True, top_logprobs=20).options.num_logprobs == 20
+    assert parse(prompt_logprobs=0).options.num_measured_prompt_logprobs == 0
+    # In a conversation what is echoed is text alone.
+    assert parse(logprobs=True, echo=True).options.num_measured_prompt_logprobs is None
+
+
+def test_alternatives_need_log_probabilities_and_those_of_prompts_a_whole_answer() -> None:
+    assert refusal(logprobs=False, top_logprobs=2).param == "top_logprobs"
+    assert refusal(top_logprobs=2).param == "top_logprobs"
+    assert refusal(prompt_logprobs=1, stream=True).param == "prompt_logprobs"
+
+
+TURNS = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Sure: "}]
+
+
+def test_a_last_message_can_be_continued_and_echoed() -> None:
+    continued = parse(messages=TURNS, continue_final_message=True)
+
+    assert (continued.prompt.add_generation_prompt, continued.prompt.continue_final_message) == (False, True)
+    assert not continued.options.echoes_prompt
+    assert parse(messages=TURNS, continue_final_message=True, echo=True).options.echoes_prompt
+    assert not parse(add_generation_prompt=False).prompt.add_generation_prompt
+
+
+def test_a_message_is_continued_or_a_new_one_begun_and_only_the_assistants() -> None:
+    both = refusal(messages=TURNS, continue_final_message=True, add_generation_prompt=True)
+
+    assert both.param == "continue_final_message"
+    assert refusal(continue_final_message=True).param == "continue_final_message"
+
+
 def test_two_different_limits_are_refused() -> None:
     assert refusal(max_tokens=5, max_completion_tokens=6).param == "max_completion_tokens"
-    assert parse(max_tokens=5, max_completion_tokens=5).max_output_tokens == 5
+    assert parse(max_tokens=5, max_completion_tokens=5).options.max_output_tokens == 5
 
 
 def test_min_tokens_must_fit_below_max_tokens() -> None:
@@ -287,19 +390,20 @@ def test_stream_options_need_a_stream() -> None:
     assert refusal(stream_options={"include_usage": True}).param == "stream_options"
     assert refusal(stream=True, stream_options=[]).param == "stream_options"
     assert refusal(stream=True, stream_options={"include_usage": 1}).param == "stream_options.include_usage"
+    assert refusal(stream=True, stream_options={"continuous_usage_stats": 1}).param is not None
     assert refusal(stream=True, stream_options={"x": 1}).param == "stream_options.x"
     assert refusal(stream=True, stream_options={"include_obfuscation": True}).param is not None
 
 
 def test_top_k_may_say_all_in_two_ways() -> None:
-    assert parse(top_k=-1).top_k is None
-    assert parse(top_k=0).top_k is None
-    assert parse(top_k=1000).top_k == 1000
+    assert parse(top_k=-1).options.top_k is None
+    assert parse(top_k=0).options.top_k is None
+    assert parse(top_k=1000).options.top_k == 1000
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
-    assert parse(temperature=1e-4).temperature == 0.0
-    assert parse(temperature=0.001).temperature == 0.001
+    assert parse(temperature=1e-4).options.temperature == 0.0
+    assert parse(temperature=0.001).options.temperature == 0.001
 
 
 @pytest.mark.parametrize(
@@ -343,7 +447,7 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FIELD_NAMES = st.sampled_from(sorted(SERVED_FIELDS | {"n", "logit_bias", "tools", "response_format", "priority"}))
+FIELD_NAMES = st.sampled_from(sorted(CHAT_FIELDS | {"tools", "response_format"}))
 
 
 @given(st.dictionaries(FIELD_NAMES, JSON_VALUES, max_size=4))
@@ -355,7 +459,7 @@ def test_any_json_is_parsed_or_refused_with_an_error_that_is_json(fields: dict[s
         request, answer = None, {"message": error.message, "param": error.param}
 
     assert orjson.dumps(answer)
-    assert request is None or (0 <= request.temperature <= 2 and request.messages)
+    assert request is None or (0 <= request.options.temperature <= 2 and request.prompt.messages)
 
 
 def test_every_parameter_of_openais_client_is_known() -> None:
@@ -363,7 +467,7 @@ def test_every_parameter_of_openais_client_is_known() -> None:
     names = set(signature.parameters) - {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 
     unknown = {
-        name for name in names if name not in SERVED_FIELDS and "Unknown" in refusal(**{name: object()}).message
+        name for name in names if name not in CHAT_FIELDS and "Unknown" in refusal(**{name: object()}).message
     }
 
     assert len(names) > 30

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from libs.text import ModelText
 from services.gateway.generation import EngineUsage, FinishReason, GenerationFinished
-from services.gateway.output_text import OutputText
+from services.gateway.output_text import NoOutput, OutputText, new_output
+from tests.unit.gateway.conftest import options
 
 NO_USAGE = EngineUsage(0, 0, 0, 0, 0.0)
 
@@ -23,11 +24,14 @@ def read(
     model_text: ModelText, steps: Sequence[Sequence[int]], stop_strings: Sequence[str] = (), min_tokens: int = 0
 ) -> tuple[list[str], FinishReason | None, int]:
     """Feed steps, the end with the last; returns the pieces, why it ended, and the tokens to pay for."""
-    output = OutputText(model_text.tokenizer, stop_strings=stop_strings, min_output_tokens=min_tokens)
+    output = OutputText(model_text.tokenizer, options(stop=list(stop_strings), min_tokens=min_tokens))
     pieces: list[str] = []
+    taken: list[int] = []
     for index, step in enumerate(steps):
         delta = output.take(step, finished(FinishReason.LENGTH) if index == len(steps) - 1 else None)
         pieces.append(delta.text)
+        taken += delta.token_ids
+        assert len(taken) == output.num_tokens
         if delta.finish_reason is not None:
             return pieces, delta.finish_reason, output.num_tokens
     return pieces, None, output.num_tokens
@@ -62,7 +66,7 @@ def test_an_unfinished_character_at_the_end_is_replaced(model_text: ModelText) -
 def test_the_token_that_ended_the_output_is_counted_and_not_shown(
     model_text: ModelText, stop_strings: tuple[str, ...]
 ) -> None:
-    output = OutputText(model_text.tokenizer, stop_strings=stop_strings, min_output_tokens=0)
+    output = OutputText(model_text.tokenizer, options(stop=list(stop_strings)))
     token_ids = encode(model_text, "yes no")
 
     delta = output.take(token_ids, finished(stop_token_id=token_ids[-1]))
@@ -135,8 +139,56 @@ def test_any_cut_into_steps_gives_the_same_text_end_and_count(model_text: ModelT
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
 def test_an_end_without_tokens_passes_its_reason_on(model_text: ModelText, reason: FinishReason) -> None:
-    output = OutputText(model_text.tokenizer, stop_strings=["x"], min_output_tokens=0)
+    output = OutputText(model_text.tokenizer, options(stop="x"))
 
     delta = output.take([], finished(reason))
 
     assert (delta.text, delta.finish_reason, output.num_tokens) == ("", reason, 0)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_the_stop_string_is_shown_where_it_is_asked_for(model_text: ModelText, is_streamed: bool) -> None:
+    token_ids = encode(model_text, "one two three four")
+    output = OutputText(model_text.tokenizer, options(stop=" three", include_stop_str_in_output=True))
+
+    steps = [[token_id] for token_id in token_ids] if is_streamed else [token_ids]
+    deltas = []
+    for step in steps:
+        deltas.append(output.take(step, None))
+        if deltas[-1].finish_reason is not None:
+            break
+
+    assert "".join(delta.text for delta in deltas) == "one two three"
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == token_ids[:3]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_the_end_token_is_shown_where_stops_and_special_tokens_are_asked_for(model_text: ModelText) -> None:
+    token_ids = [*encode(model_text, "yes"), 2]
+
+    def text_of(**fields: object) -> str:
+        return OutputText(model_text.tokenizer, options(**fields)).take(token_ids, finished(stop_token_id=2)).text
+
+    assert text_of() == "yes"
+    assert text_of(include_stop_str_in_output=True) == "yes"
+    assert text_of(skip_special_tokens=False) == "yes"
+    assert text_of(include_stop_str_in_output=True, skip_special_tokens=False) == "yes<|im_end|>"
+
+
+def test_special_tokens_within_the_text_are_shown_where_they_are_asked_for(model_text: ModelText) -> None:
+    token_ids = [*encode(model_text, "a"), 1, *encode(model_text, "b")]
+
+    hidden = OutputText(model_text.tokenizer, options()).take(token_ids, None).text
+    shown = OutputText(model_text.tokenizer, options(skip_special_tokens=False)).take(token_ids, None).text
+
+    assert (hidden, shown) == ("ab", "a<|im_start|>b")
+
+
+def test_without_any_output_wanted_nothing_is_shown_or_counted(model_text: ModelText) -> None:
+    output = new_output(model_text.tokenizer, options(max_tokens=0), is_continued=False)
+
+    delta = output.take([5], None)
+
+    assert isinstance(output, NoOutput)
+    assert (delta.text, list(delta.token_ids), delta.finish_reason) == ("", [], FinishReason.LENGTH)
+    assert output.num_tokens == 0

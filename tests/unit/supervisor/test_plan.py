@@ -73,6 +73,15 @@ def test_tiers_find_each_other_over_sockets() -> None:
     assert "--clickhouse-url=http://127.0.0.1:8123" in _process(plan, "telemetry").command
 
 
+def test_aliases_of_the_model_are_the_gateways() -> None:
+    named = _process(_plan("--model-aliases", "a/b,c"), "gateway").command
+    passed_through = _process(_plan("--set", "gateway.model_aliases=d"), "gateway").command
+
+    assert "--model-aliases=a/b,c" in named
+    assert any(flag.endswith("model-aliases=d") for flag in passed_through)
+    assert not any("aliases" in flag for flag in _process(_plan(), "gateway").command)
+
+
 def test_a_socket_path_is_the_address_that_the_process_is_probed_at() -> None:
     for process in _plan("--engines", "2").processes:
         if process.socket_path is not None:

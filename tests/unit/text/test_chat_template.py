@@ -159,6 +159,36 @@ def test_every_failure_of_a_template_is_a_refusal_in_one_line(source: str) -> No
     assert "Traceback" not in caught.value.message
 
 
+TRIMMING = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("text", ["", " ", "Sure: ", "Sure:\n", "a\tb  \n", "<|im_end|>", "OctavoContinuesHere "])
+def test_a_continued_message_is_the_end_as_it_is_whatever_the_template_trims(smollm: ModelText, text: str) -> None:
+    template = ChatTemplate(TRIMMING, NO_TOKENS)
+    messages = [ChatMessage("user", "OctavoContinuesHere"), ChatMessage("assistant", text)]
+
+    token_ids = template.render_token_ids(
+        messages, smollm.tokenizer, add_generation_prompt=False, continue_final_message=True
+    )
+
+    expected = f"<|im_start|>user\nOctavoContinuesHere<|im_end|>\n<|im_start|>assistant\n{text}"
+    assert text_of(smollm, token_ids) == expected
+    assert token_ids.count(1) == 2
+    assert token_ids.count(2) == 1
+
+
+def test_a_template_that_leaves_the_last_message_out_cannot_continue_it(smollm: ModelText) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", NO_TOKENS)
+
+    with pytest.raises(TemplateRefused):
+        template.render_token_ids(
+            [ChatMessage("user", "a"), ChatMessage("assistant", "b")],
+            smollm.tokenizer,
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+
+
 def test_a_reason_does_not_show_the_marks_and_is_bounded(smollm: ModelText) -> None:
     template = ChatTemplate("{{ raise_exception(messages[0].content) }}", NO_TOKENS)
     message = ChatMessage("user", "<|im_end|>" + "x" * 10_000)

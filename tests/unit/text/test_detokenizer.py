@@ -123,5 +123,15 @@ def test_only_the_first_space_of_the_text_is_dropped(sentencepiece: ModelText) -
     assert streamed(tokenizer, [[1], [id_of["▁"]], [id_of["▁the"]], [id_of["▁hello"]]]) == " the hello"
 
 
+def test_a_text_that_goes_on_keeps_its_first_space(sentencepiece: ModelText) -> None:
+    tokenizer = sentencepiece.tokenizer
+    token_ids = tokenizer.encode("hello", allow_special=False)
+
+    begun, continued = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer, is_continued=True)
+
+    assert begun.add(token_ids) == "hello"
+    assert continued.add(token_ids) == " hello"
+
+
 def _all_at_once(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return b"".join(map(tokenizer.token_bytes, token_ids)).decode(errors="replace")

@@ -1,0 +1,107 @@
+"""What an answer is made of, before it has the shape of an endpoint: the seam between tokens and JSON.
+
+Owns no shape. An endpoint brings one ``AnswerFormat``; streams and whole answers are made from the same deltas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from services.gateway.generation import FinishReason, TokenLogprob
+from services.gateway.output_text import TextDelta
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every part of an answer repeats."""
+
+    answer_id: str
+    created: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class UsageCounts:
+    """Tokens of an answer; ``num_cached_tokens`` is None when the engine could not tell it any more."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return OpenAI's usage object."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+        }
+        if self.num_cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
+        return usage
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What came of one choice; the choices of all prompts are counted through."""
+
+    choice_index: int
+    content: TextDelta
+    # Of the content's tokens, and with a choice's first delta of the prompt's; only where they are wanted.
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many tokens have log-probabilities."""
+        return len(self.logprobs) + len(self.prompt_logprobs)
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """One choice, put together from its deltas."""
+
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Take the next delta."""
+        content = delta.content
+        self.pieces.append(content.text)
+        self.token_ids += content.token_ids
+        self.finish_reason = content.finish_reason
+        self.logprobs += delta.logprobs
+        self.text_offsets += content.text_offsets
+        self.prompt_logprobs += delta.prompt_logprobs
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many tokens have log-probabilities."""
+        return len(self.logprobs) + len(self.prompt_logprobs)
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.pieces)
+
+
+class AnswerFormat(Protocol):
+    """The shape of one answer. It is told every delta in order, or all choices at once."""
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+
+    def events(self, delta: ChoiceDelta) -> bytes:
+        """Return the events of a stream for a delta; there may be none."""
+
+    def usage_event(self, counts: UsageCounts) -> bytes:
+        """Return the event with the counts."""
+
+    def body(self, choices: Sequence[WholeChoice], counts: UsageCounts) -> bytes:
+        """Return a whole answer."""

@@ -1,0 +1,53 @@
+"""The prompts that a request can hold, before they are token ids. Owns no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from libs.text import ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, and how the model's template ends it.
+
+    With ``continue_final_message`` the prompt ends with the last message's text, and the answer goes on with it.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def num_characters(self) -> int:
+        """How much text there is to render and tokenize."""
+        return sum(len(message.content) for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text that the caller has composed, control tokens included."""
+
+    text: str
+    add_special_tokens: bool = True
+
+    @property
+    def num_characters(self) -> int:
+        """How much text there is to tokenize."""
+        return len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids."""
+
+    token_ids: tuple[int, ...]
+
+    @property
+    def num_characters(self) -> int:
+        """There is nothing to tokenize."""
+        return 0
+
+
+Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt

@@ -1,0 +1,114 @@
+"""POST /tokenize and /detokenize: what the model's tokenizer and template make of a request, in vLLM's shapes.
+
+Owns their fields and answers. Prompts become tokens here exactly as they do for a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from libs.errors import InvalidRequest
+from libs.text import IncrementalDetokenizer
+from services.gateway.admission import Admission
+from services.gateway.http_body import BodyLimits, read_json_body
+from services.gateway.openai_fields import check_fields
+from services.gateway.openai_schema import ModelFacts, check_model_name, parse_json, read_chat_prompt
+from services.gateway.openai_values import are_token_ids, read_boolean
+from services.gateway.prompts import Prompt, TextPrompt
+from services.gateway.text_preparation import TextPreparation
+
+_TEXT_FIELDS: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
+_CHAT_FIELDS: Final = frozenset(
+    {"model", "messages", "add_generation_prompt", "continue_final_message", "return_token_strs"}
+)
+_DETOKENIZE_FIELDS: Final = frozenset({"model", "tokens"})
+# Of one token, in mean; only decides which threads do the work.
+_CHARACTERS_PER_TOKEN: Final = 4
+
+
+class Tokenization:
+    """Serves both routes."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelFacts,
+        text: TextPreparation,
+        admission: Admission,
+        body_limits: BodyLimits,
+        max_model_len: Callable[[], int],
+    ) -> None:
+        self._model = model
+        self._text = text
+        self._admission = admission
+        self._body_limits = body_limits
+        self._max_model_len = max_model_len
+
+    async def tokenize(self, http_request: web.Request) -> web.Response:
+        """Return a prompt's tokens; raises OctavoError for what is no prompt."""
+        with self._admission.admit() as slot, slot.interruptible():
+            body = await self._read(http_request)
+            prompt = _read_prompt(body)
+            returns_strings = read_boolean(body, "return_token_strs", default=False)
+            token_ids = await self._text.run(
+                lambda: self._text.token_ids_of(prompt), num_characters=prompt.num_characters
+            )
+        texts = self._text.model_text.tokenizer.definition.token_texts
+        return _json(
+            {
+                "count": len(token_ids),
+                "max_model_len": self._max_model_len(),
+                "tokens": token_ids,
+                "token_strs": [texts[token_id] for token_id in token_ids] if returns_strings else None,
+            }
+        )
+
+    async def detokenize(self, http_request: web.Request) -> web.Response:
+        """Return the text of tokens, control tokens included; raises OctavoError for what are no tokens."""
+        with self._admission.admit() as slot, slot.interruptible():
+            body = await self._read(http_request)
+            token_ids = _read_tokens(body, self._model.vocab_size)
+            text = await self._text.run(
+                lambda: self._text_of(token_ids), num_characters=_CHARACTERS_PER_TOKEN * len(token_ids)
+            )
+        return _json({"prompt": text})
+
+    async def _read(self, http_request: web.Request) -> Mapping[str, Any]:
+        body = parse_json(await read_json_body(http_request, self._body_limits))
+        name = body.get("model")
+        if name is not None:
+            if not isinstance(name, str):
+                raise InvalidRequest("'model' must be a string.", param="model")
+            check_model_name(name, self._model)
+        return body
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        detokenizer = IncrementalDetokenizer(self._text.model_text.tokenizer, skip_special_tokens=False)
+        return detokenizer.add(token_ids) + detokenizer.flush()
+
+
+def _read_prompt(body: Mapping[str, Any]) -> Prompt:
+    if "messages" in body:
+        check_fields(body, _CHAT_FIELDS)
+        return read_chat_prompt(body)
+    check_fields(body, _TEXT_FIELDS)
+    text = body.get("prompt")
+    if not isinstance(text, str):
+        raise InvalidRequest("Give either 'prompt', a string, or 'messages'.", param="prompt")
+    return TextPrompt(text, read_boolean(body, "add_special_tokens", default=True))
+
+
+def _read_tokens(body: Mapping[str, Any], vocab_size: int) -> list[int]:
+    check_fields(body, _DETOKENIZE_FIELDS)
+    token_ids = body.get("tokens")
+    if not isinstance(token_ids, list) or not are_token_ids(token_ids, vocab_size):
+        raise InvalidRequest(f"'tokens' must be a list of token ids from 0 to {vocab_size - 1}.", param="tokens")
+    return token_ids
+
+
+def _json(value: Mapping[str, Any]) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json")
