@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 SOURCES := Makefile pyproject.toml $(wildcard requirements/*.txt)
 STAMP := $(VENV)/installed-$(shell cat $(SOURCES) | sha256sum | cut -c1-16)
 
-.PHONY: install up test test-slow check proto bench bench-scheduler bench-policies bench-batching bench-worker
+.PHONY: install up test test-slow check proto bench bench-scheduler bench-policies bench-batching bench-worker \
+	bench-sampler bench-serve bench-ttft
 
 # The kernels are compiled again when their sources change; without a compiler this says so and workers use torch.
 install: $(STAMP)
@@ -54,5 +55,15 @@ bench-policies: install
 bench-batching: install
 	@$(BIN)/python -m scripts.bench_batching $(ARGS)
 
+bench-sampler: install
+	@$(BIN)/python -m scripts.bench_sampler $(ARGS)
+
 bench-worker: install
 	@GOMP_SPINCOUNT=0 $(BIN)/python -m scripts.bench_worker $(ARGS)
+
+# BASE and VS are URLs of servers that run; without BASE `octavo up` is started, and VS=vllm starts `vllm serve`.
+bench-serve: install
+	@$(BIN)/python -m scripts.bench_serve --base "$(BASE)" --vs "$(VS)" $(ARGS)
+
+bench-ttft: install
+	@$(BIN)/python -m scripts.bench_ttft --base "$(BASE)" $(ARGS)

@@ -1,41 +1,51 @@
 """Time steps of the worker's native kernels beside what this machine allows; one JSON object is the last line.
 
-Measures memory bandwidth and the rate of bfloat16 products in registers (before, between and after the steps; the
-best counts), then decode steps and prefills of the model, each beside its floor:
-``max(weight bytes / bandwidth, operations / peak) + KV bytes / bandwidth``. With ``--torch`` the same steps are
-timed by torch as well. Blocks lie at random addresses, as they do after a while of serving. Times are the best of
-several; another process that wants a core makes all threads wait for the one that it displaces.
+Measures memory bandwidth and the rate of products in registers (before, between and after the steps; the best
+counts, all are printed), then decode steps and prefills of the model in each number format of its weights, each
+beside its floor: ``max(weight bytes / bandwidth, operations / peak) + KV bytes / bandwidth``. Operations and bytes
+are counted by the worker's own ``WorkCounter``. With ``--torch`` the same steps are timed by torch as well. Blocks
+lie at random addresses, as they do after a while of serving. Times are the best of several; another process that
+wants a core makes all threads wait for the one that it displaces. A plot of times and floors is written to
+``--plot``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from libs.text import resolve_model_path
-from services.worker.config import WorkerConfig
+from scripts.octavo_under_test import REPOSITORY, cpu_model
+from services.worker.config import Quantization, WorkerConfig
 from services.worker.forward_pass import ForwardPass, TorchForwardPass
 from services.worker.input_batch import FlatBatch
-from services.worker.kernels.cpu.extension import NativeModel, load_extension
+from services.worker.kernels.cpu.extension import Extension, NativeModel, load_extension
 from services.worker.kernels.cpu.forward_pass import NativeForwardPass
 from services.worker.kv_cache import KVCachePlan
 from services.worker.layers.threads import OperatorThreads
+from services.worker.step_work import MachineLimits, StepWork
 from services.worker.weight_files import open_weights
 from services.worker.weights import ModelConfig, WeightReader, WeightSource
+from services.worker.work_counter import WorkCounter
 
 BLOCK_SIZE = 16
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 1_024)
-PREFILLS = (64, 128, 256, 512, 1_000)
+PREFILLS = (64, 128, 256, 512, 1_000, 2_048)
+# Number formats of the weights by their names in the result.
+WEIGHT_TYPES = {"bfloat16": Quantization.NONE, "int8": Quantization.INT8}
 _DTYPE = torch.bfloat16
 _PROBE_BYTES = 256 * 2**20
 _PROBE_ROUNDS = 3
@@ -43,10 +53,30 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 200
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """A step to time: sequences of one context each, of which the last tokens are computed."""
+
+    num_sequences: int
+    context: int
+    num_tokens_each: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a decode step."""
+        return self.num_tokens_each == 1
+
+    def __str__(self) -> str:
+        kind = f"decode of {self.num_sequences}" if self.is_decode else "prefill"
+        return f"{kind} at context {self.context}"
+
+
+@dataclass(frozen=True, slots=True)
 class Timed:
     """A step with its time; ``torch_ms`` only where torch was timed too."""
 
-    batch: FlatBatch
+    weight_type: str
+    step: Step
+    work: StepWork
     ms: float
     torch_ms: float | None
 
@@ -54,98 +84,126 @@ class Timed:
 class Probes:
     """What the machine does at best, as far as this run has seen it."""
 
-    def __init__(self, model: NativeModel) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self.bandwidths: list[float] = []
-        self.peaks: list[float] = []
+        self.peaks: dict[str, list[float]] = {weight_type: [] for weight_type in WEIGHT_TYPES}
 
-    def take(self) -> None:
-        """Measure both once."""
-        self.bandwidths.append(self._model.read_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS))
-        self.peaks.append(self._model.multiply_rate(_PROBE_ROUNDS))
+    def take(self, model: NativeModel) -> None:
+        """Measure once: the bandwidth of new memory and of the weights, and the rate of each format."""
+        self.bandwidths.append(model.read_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS))
+        self.bandwidths.append(model.weight_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS))
+        for name, quantization in WEIGHT_TYPES.items():
+            self.peaks[name].append(model.multiply_rate(_PROBE_ROUNDS, quantization.value))
 
-    def floor_ms(self, config: ModelConfig, batch: FlatBatch, num_sampled: int) -> float:
-        """Return the least time of a step."""
-        bandwidth, peak = max(self.bandwidths), max(self.peaks)
-        weights = self._model.weight_bytes / bandwidth
-        kv_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * int(batch.context_lens.sum())
-        operations = num_operations(config, batch, num_sampled)
-        return 1e3 * (max(weights, operations / peak) + kv_values * _DTYPE.itemsize / bandwidth)
+    def limits(self, weight_type: str) -> MachineLimits:
+        """Return the best of all that was measured."""
+        return MachineLimits(
+            bytes_per_second=max(self.bandwidths), operations_per_second=max(self.peaks[weight_type])
+        )
+
+
+STEPS = (
+    *(Step(size, context, 1) for context in CONTEXTS for size in BATCHES),
+    *(Step(1, count, count) for count in PREFILLS),
+)
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=WorkerConfig().model, help="as --model of the worker")
-    parser.add_argument("--threads", type=int, default=WorkerConfig().num_threads_used)
-    parser.add_argument("--seconds", type=float, default=0.5, help="time for each step measured")
-    parser.add_argument("--torch", action="store_true", help="time torch's forward pass beside each step")
-    options = parser.parse_args()
+    options = _options()
     extension = load_extension()
     if extension is None:
         sys.exit("The kernels are not built: python -m services.worker.kernels.cpu.build")
     torch.set_num_threads(options.threads)
     source = open_weights(resolve_model_path(options.model))
-    config = source.config
-    native = NativeForwardPass(
-        extension, config, _reader(source), block_size=BLOCK_SIZE, num_threads=options.threads
-    )
-    num_blocks = max(BATCHES) * max(CONTEXTS) // BLOCK_SIZE
-    passes: list[ForwardPass] = [native]
-    if options.torch:
-        passes.append(TorchForwardPass(config, _reader(source), _DTYPE, OperatorThreads(options.threads)))
-    for forward_pass in passes:
-        forward_pass.make_cache(_plan(config, num_blocks))
-    print(json.dumps(_measure(native.native_model, passes, config, num_blocks, options.seconds)))
+    probes, timed = Probes(), list[Timed]()
+    for weight_type in WEIGHT_TYPES:
+        timed += _measure(weight_type, extension, source, probes, options)
+    result = _result(timed, probes, options)
+    if options.plot:
+        _plot(result, options.plot)
+        print(f"plot: {options.plot}", flush=True)
+    print(json.dumps(result))
 
 
-def num_operations(config: ModelConfig, batch: FlatBatch, num_sampled: int) -> float:
-    """Count the multiplications and additions of a step."""
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_token = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
-    # A token at position p attends to p + 1 tokens, with a product for the score and one for the values.
-    attended = int((batch.positions + 1).sum()) * 2 * config.num_layers * config.num_heads * config.head_dim
-    head = num_sampled * config.vocab_size * config.hidden_size
-    return 2.0 * (len(batch.token_ids) * per_token + attended + head)
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=WorkerConfig().model, help="as --model of the worker")
+    parser.add_argument("--threads", type=int, default=WorkerConfig().num_threads_used)
+    parser.add_argument("--seconds", type=float, default=0.5, help="time for each step measured")
+    parser.add_argument("--torch", action="store_true", help="time torch's forward pass beside each step")
+    plot = REPOSITORY / "build" / "bench-worker.png"
+    parser.add_argument("--plot", type=Path, default=plot, help="file of the plot; an empty one writes none")
+    return parser.parse_args()
 
 
 def _measure(
-    model: NativeModel, passes: list[ForwardPass], config: ModelConfig, num_blocks: int, seconds: float
-) -> dict[str, object]:
-    probes = Probes(model)
+    weight_type: str, extension: Extension, source: WeightSource, probes: Probes, options: argparse.Namespace
+) -> list[Timed]:
+    config = source.config
+    native = NativeForwardPass(
+        extension,
+        config,
+        _reader(source),
+        block_size=BLOCK_SIZE,
+        num_threads=options.threads,
+        quantization=WEIGHT_TYPES[weight_type],
+    )
+    passes: list[ForwardPass] = [native]
+    if options.torch and weight_type == "bfloat16":
+        passes.append(TorchForwardPass(config, _reader(source), _DTYPE, OperatorThreads(options.threads)))
+    num_blocks = max(BATCHES) * max(CONTEXTS) // BLOCK_SIZE
+    for forward_pass in passes:
+        forward_pass.make_cache(_plan(config, num_blocks)).populate()
+    counter = WorkCounter(config, native.weight_sizes, kv_value_bytes=_DTYPE.itemsize)
     blocks = np.random.default_rng(0).permutation(num_blocks)
-    decodes: list[tuple[int, int, Timed]] = []
-    prefills: list[tuple[int, Timed]] = []
-    for context in CONTEXTS:
-        for size in BATCHES:
-            probes.take()
-            batch = make_batch(size, context, 1, blocks)
-            decodes.append((size, context, _time(passes, batch, seconds)))
-            print(f"decode of {size} at context {context}: {_described(decodes[-1][2])}", flush=True)
-    for count in PREFILLS:
-        probes.take()
-        prefills.append((count, _time(passes, make_batch(1, count, count, blocks), seconds)))
-        print(f"prefill of {count}: {_described(prefills[-1][1])}", flush=True)
-    probes.take()
-    dtype = str(_DTYPE).removeprefix("torch.")
+    timed: list[Timed] = []
+    for step in STEPS:
+        probes.take(native.native_model)
+        batch = make_batch(step.num_sequences, step.context, step.num_tokens_each, blocks)
+        times = [_best_ms(partial(_step, forward_pass, batch), options.seconds) for forward_pass in passes]
+        timed.append(Timed(weight_type, step, counter.work_of(batch), times[0], times[1] if times[1:] else None))
+        beside = f", torch {times[1]:.2f} ms" if times[1:] else ""
+        print(f"{weight_type}, {step}: {times[0]:.2f} ms{beside}", flush=True)
+    probes.take(native.native_model)
+    return timed
+
+
+def _result(timed: Sequence[Timed], probes: Probes, options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "kernels": model.kernels,
+        "benchmark": "worker",
+        "machine": {"cpu": cpu_model(), "num_cores": os.cpu_count(), "num_threads": options.threads},
         "bandwidth_gb_s": round(max(probes.bandwidths) / 1e9, 1),
         "bandwidth_probes_gb_s": [round(value / 1e9, 1) for value in probes.bandwidths],
-        "peak_bf16_gflop_s": round(max(probes.peaks) / 1e9, 1),
+        "peak_bf16_gflop_s": round(max(probes.peaks["bfloat16"]) / 1e9, 1),
+        "peak_int8_gop_s": round(max(probes.peaks["int8"]) / 1e9, 1),
+        "peak_probes_gop_s": {
+            weight_type: [round(value / 1e9, 1) for value in peaks] for weight_type, peaks in probes.peaks.items()
+        },
         "decode": [
-            {"dtype": dtype, "batch": size, "context": context, "ms": round(timed.ms, 3)}
-            | {"floor_ms": round(probes.floor_ms(config, timed.batch, size), 3)}
-            | _torch_part(timed)
-            for size, context, timed in decodes
+            {"dtype": each.weight_type, "batch": each.step.num_sequences, "context": each.step.context}
+            | _times(each, probes)
+            for each in timed
+            if each.step.is_decode
         ],
         "prefill": [
-            {"dtype": dtype, "tokens": count, "ms": round(timed.ms, 3)}
-            | {"mfu": round(num_operations(config, timed.batch, 1) / timed.ms * 1e3 / max(probes.peaks), 3)}
-            | _torch_part(timed)
-            for count, timed in prefills
+            {"dtype": each.weight_type, "tokens": each.step.num_tokens_each}
+            | _times(each, probes)
+            | {"mfu": round(_share_of_peak(each, probes), 3)}
+            for each in timed
+            if not each.step.is_decode
         ],
     }
+
+
+def _times(timed: Timed, probes: Probes) -> dict[str, float]:
+    floor_ms = 1e3 * timed.work.floor_seconds(probes.limits(timed.weight_type))
+    times = {"ms": round(timed.ms, 3), "floor_ms": round(floor_ms, 3)}
+    return times if timed.torch_ms is None else times | {"torch_ms": round(timed.torch_ms, 3)}
+
+
+def _share_of_peak(timed: Timed, probes: Probes) -> float:
+    return timed.work.num_operations / (timed.ms / 1e3) / probes.limits(timed.weight_type).operations_per_second
 
 
 def make_batch(num_seqs: int, context_len: int, num_queries: int, blocks: NDArray[np.int64]) -> FlatBatch:
@@ -168,11 +226,6 @@ def make_batch(num_seqs: int, context_len: int, num_queries: int, blocks: NDArra
     )
 
 
-def _time(passes: list[ForwardPass], batch: FlatBatch, seconds: float) -> Timed:
-    times = [_best_ms(partial(_step, forward_pass, batch), seconds) for forward_pass in passes]
-    return Timed(batch, times[0], times[1] if len(times) > 1 else None)
-
-
 def _step(forward_pass: ForwardPass, batch: FlatBatch) -> None:
     forward_pass.run(batch).logits(batch.is_sampled)
 
@@ -191,15 +244,6 @@ def _best_ms(work: Callable[[], object], seconds: float) -> float:
     return best * 1e3
 
 
-def _described(timed: Timed) -> str:
-    beside = "" if timed.torch_ms is None else f", torch {timed.torch_ms:.2f} ms"
-    return f"{timed.ms:.2f} ms{beside}"
-
-
-def _torch_part(timed: Timed) -> dict[str, float]:
-    return {} if timed.torch_ms is None else {"torch_ms": round(timed.torch_ms, 3)}
-
-
 def _reader(source: WeightSource) -> WeightReader:
     return WeightReader(source, _DTYPE, lambda done, total: None)
 
@@ -207,6 +251,35 @@ def _reader(source: WeightSource) -> WeightReader:
 def _plan(config: ModelConfig, num_blocks: int) -> KVCachePlan:
     values = config.num_layers * BLOCK_SIZE * 2 * config.num_kv_heads * config.head_dim
     return KVCachePlan(num_blocks=num_blocks, block_size=BLOCK_SIZE, bytes_per_block=values * _DTYPE.itemsize)
+
+
+def _plot(result: dict[str, Any], path: Path) -> None:
+    # Imported where it is used: the figures do not need it.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    decode, prefill = figure.subplots(1, 2)
+    for weight_type in WEIGHT_TYPES:
+        for context in CONTEXTS:
+            rows = [row for row in result["decode"] if (row["dtype"], row["context"]) == (weight_type, context)]
+            _draw(decode, [row["batch"] for row in rows], rows, f"{weight_type}, context {context}")
+        rows = [row for row in result["prefill"] if row["dtype"] == weight_type]
+        _draw(prefill, [row["tokens"] for row in rows], rows, weight_type)
+    decode.set(title="Decode step", xlabel="sequences", ylabel="milliseconds")
+    prefill.set(title="Prefill", xlabel="tokens", ylabel="milliseconds")
+    peak, bandwidth = result["peak_bf16_gflop_s"], result["bandwidth_gb_s"]
+    figure.suptitle(f"{result['machine']['cpu']}: {bandwidth} GB/s, {peak} GFLOP/s bf16; floors dashed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _draw(axes: Any, sizes: list[int], rows: list[dict[str, Any]], label: str) -> None:  # Any: matplotlib's own.
+    (line,) = axes.plot(sizes, [row["ms"] for row in rows], marker="o", label=label)
+    axes.plot(sizes, [row["floor_ms"] for row in rows], linestyle="--", color=line.get_color())
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.legend()
+    axes.grid(visible=True, which="both", alpha=0.3)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ _LATENCY_BUCKETS_SECONDS = (
     100,
 )
 _GAP_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2.5, 10, 60)
+_IDLE_GAP_BUCKETS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
 _TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 65_536, 262_144)
 
 
@@ -213,7 +214,7 @@ class EngineMetrics:
         self.idle_gap_seconds = Histogram(
             "octavo_engine_idle_gap_seconds",
             "Time between a step's result and the next step sent, while there is work.",
-            buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1),
+            buckets=_IDLE_GAP_BUCKETS_SECONDS,
             registry=registry,
         )
         self.scheduled_tokens = Counter("octavo_engine_scheduled_tokens", "Tokens computed.", registry=registry)
@@ -263,9 +264,53 @@ class WorkerMetrics:
         self.registry = registry
         self.steps = Counter("octavo_worker_steps", "Steps executed.", registry=registry)
         self.step_seconds = Histogram(
-            "octavo_worker_step_seconds", "Time of a step.", buckets=_GAP_BUCKETS_SECONDS, registry=registry
+            "octavo_worker_step_seconds",
+            "Time of a step by kind: decode, prefill, mixed, or empty when nothing was computed.",
+            ["kind"],
+            buckets=_GAP_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.idle_gap_seconds = Histogram(
+            "octavo_worker_idle_gap_seconds",
+            "Time between the end of a step and the next one that goes on with a sequence of it.",
+            buckets=_IDLE_GAP_BUCKETS_SECONDS,
+            registry=registry,
         )
         self.tokens = Counter("octavo_worker_tokens", "Tokens computed.", registry=registry)
+        self.model_operations = Counter(
+            "octavo_worker_model_operations",
+            "Multiplications and additions that the model needs for what was computed, by kind of step.",
+            ["kind"],
+            registry=registry,
+        )
+        self.memory_bytes = Counter(
+            "octavo_worker_memory_bytes",
+            "Bytes of weights and KV cache that steps have to move at least, by kind of step.",
+            ["kind"],
+            registry=registry,
+        )
+        self.peak_operations = Gauge(
+            "octavo_worker_peak_operations_per_second",
+            "Most operations a second of all threads in registers, measured at loading; 0 if not measured.",
+            registry=registry,
+        )
+        self.peak_bandwidth = Gauge(
+            "octavo_worker_peak_memory_bytes_per_second",
+            "Most bytes a second that all threads read, measured at loading; 0 if not measured.",
+            registry=registry,
+        )
+        self.flops_utilization = Gauge(
+            "octavo_worker_model_flops_utilization",
+            "Operations a second of about the last twenty steps of a kind, as a share of the peak.",
+            ["kind"],
+            registry=registry,
+        )
+        self.bandwidth_utilization = Gauge(
+            "octavo_worker_memory_bandwidth_utilization",
+            "Bytes a second of about the last twenty steps of a kind, as a share of the peak.",
+            ["kind"],
+            registry=registry,
+        )
         self.failed_sequences = Counter(
             "octavo_worker_failed_sequences",
             "Sequences that could not go on.",

@@ -143,6 +143,10 @@ class Tokenizer:
             position = _Position.AFTER_CONTROL
         return token_ids
 
+    def to_json(self) -> str:
+        """Return the tokenizer as the contents of a ``tokenizer.json``, in which control tokens are recognized."""
+        return self._special.to_str()
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for; an id that no token has (vocabularies are padded) has none."""
         if not 0 <= token_id < self.vocab_size:

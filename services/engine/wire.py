@@ -11,11 +11,13 @@ import numpy as np
 from libs.errors import InternalError, InvalidLogits, InvalidRequest, OctavoError, UnsupportedField
 from libs.kv import PrefixHash, SharedPrefix
 from libs.kv.block_pool import PoolChanges
+from libs.logprobs import TokenLogprobs
 from libs.protogen.engine.v1 import engine_pb2
 from libs.protogen.generation.v1 import generation_pb2
 from libs.protogen.worker.v1 import worker_pb2
 from libs.rpc import duration_from_seconds, seconds_from_duration, status_from_error
 from services.engine.config import EngineConfig
+from services.engine.core.logprobs import SlotLogprobs, SlotPromptLogprobs
 from services.engine.core.request import FinishReason, Request, SequenceEnd, StopCriteria, Usage
 from services.engine.core.scheduler_output import (
     PageTableRow,
@@ -75,6 +77,8 @@ def request_from_submit(submit: generation_pb2.Submit, *, owner: int, now: float
         else None,
         deadline=deadline,
         choices=tuple(np.array(choice.output_token_ids, np.uint32) for choice in submit.choices),
+        num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
+        num_prompt_logprobs=params.num_prompt_logprobs if params.HasField("num_prompt_logprobs") else None,
     )
 
 
@@ -96,6 +100,8 @@ def started_message(request_id: str, handles: Sequence[int]) -> generation_pb2.G
 def messages_by_owner(events: StepEvents) -> Iterator[tuple[int, generation_pb2.GenerateResponse]]:
     """Split a step's events into one message for each owner that has any."""
     owners = set(np.unique(events.owners).tolist()) | {end.owner for end in events.ends}
+    if events.prompt_logprobs is not None:
+        owners.update(events.prompt_logprobs.owners.tolist())
     for owner in owners:
         mine = events.owners == owner
         handles = events.handles[mine]
@@ -103,7 +109,32 @@ def messages_by_owner(events: StepEvents) -> Iterator[tuple[int, generation_pb2.
         message.handles.extend(handles.tolist())
         message.num_tokens.extend(itertools.repeat(1, len(handles)))
         message.token_ids.extend(events.token_ids[mine].tolist())
+        _add_logprobs(message, events, owner)
         yield owner, message
+
+
+def _add_logprobs(message: generation_pb2.GenerateResponse, events: StepEvents, owner: int) -> None:
+    if events.output_logprobs is not None:
+        output = events.output_logprobs.of_owner(owner)
+        if len(output.handles):
+            message.output_logprobs.handles.extend(output.handles.tolist())
+            message.output_logprobs.tokens.CopyFrom(_token_logprobs_message(output.tokens))
+    if events.prompt_logprobs is not None:
+        prompt = events.prompt_logprobs.of_owner(owner)
+        if len(prompt.handles):
+            message.prompt_logprobs.handles.extend(prompt.handles.tolist())
+            message.prompt_logprobs.num_tokens.extend(prompt.num_tokens.tolist())
+            message.prompt_logprobs.tokens.CopyFrom(_token_logprobs_message(prompt.tokens))
+
+
+def _token_logprobs_message(tokens: TokenLogprobs) -> generation_pb2.TokenLogprobs:
+    return generation_pb2.TokenLogprobs(
+        logprobs=tokens.logprobs.tolist(),
+        ranks=tokens.ranks.tolist(),
+        num_alternatives=tokens.num_alternatives.tolist(),
+        alternative_token_ids=tokens.alternative_token_ids.tolist(),
+        alternative_logprobs=tokens.alternative_logprobs.tolist(),
+    )
 
 
 def ends_message(ends: Iterable[SequenceEnd], step_id: int = 0) -> generation_pb2.GenerateResponse:
@@ -200,6 +231,8 @@ def step_message(output: SchedulerOutput) -> worker_pb2.ExecuteStepsRequest:
             sampling_params=new.sampling_params,
             choice_index=new.choice_index,
         )
+        if not new.wants_prompt_logprobs:
+            message.new_sequences[-1].sampling_params.ClearField("num_prompt_logprobs")
     return message
 
 
@@ -218,12 +251,54 @@ def step_result_of(message: worker_pb2.ExecuteStepsResponse) -> StepResult:
         token_ids=np.array(message.token_ids, np.uint32),
         failures=tuple(SlotFailure(failed.slot, _failure_of(failed)) for failed in message.failed_sequences),
         step_seconds=seconds_from_duration(message.step_duration),
+        output_logprobs=_slot_logprobs_of(message.output_logprobs) if message.HasField("output_logprobs") else None,
+        prompt_logprobs=_slot_prompt_logprobs_of(message.prompt_logprobs)
+        if message.HasField("prompt_logprobs")
+        else None,
     )
+
+
+def _slot_logprobs_of(message: worker_pb2.SlotLogprobs) -> SlotLogprobs:
+    logprobs = SlotLogprobs(np.array(message.slots, np.int64), _token_logprobs_of(message.tokens))
+    if len(logprobs.tokens) != len(logprobs.slots):
+        raise InternalError(f"{len(logprobs.slots)} slots came with {len(logprobs.tokens)} log-probabilities.")
+    return logprobs
+
+
+def _slot_prompt_logprobs_of(message: worker_pb2.SlotPromptLogprobs) -> SlotPromptLogprobs:
+    logprobs = SlotPromptLogprobs(
+        np.array(message.slots, np.int64),
+        np.array(message.positions, np.int64),
+        np.array(message.num_tokens, np.int64),
+        _token_logprobs_of(message.tokens),
+    )
+    lengths = {len(logprobs.slots), len(logprobs.positions), len(logprobs.num_tokens)}
+    if len(lengths) != 1 or logprobs.num_tokens.sum() != len(logprobs.tokens):
+        raise InternalError("The log-probabilities of a step's prompts do not fit to their slots.")
+    return logprobs
+
+
+def _token_logprobs_of(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
+    tokens = TokenLogprobs(
+        np.array(message.logprobs, np.float32),
+        np.array(message.ranks, np.int64),
+        np.array(message.num_alternatives, np.int64),
+        np.array(message.alternative_token_ids, np.int64),
+        np.array(message.alternative_logprobs, np.float32),
+    )
+    num_alternatives = int(tokens.num_alternatives.sum())
+    if not len(tokens.logprobs) == len(tokens.ranks) == len(tokens.num_alternatives) or not num_alternatives == len(
+        tokens.alternative_token_ids
+    ) == len(tokens.alternative_logprobs):
+        raise InternalError("The arrays of a step's log-probabilities differ in their lengths.")
+    return tokens
 
 
 def _failure_of(failed: worker_pb2.FailedSequence) -> OctavoError:
     if failed.failure == worker_pb2.SEQUENCE_FAILURE_UNSUPPORTED:
         return UnsupportedField(failed.message, param="sampling_params")
+    if failed.failure == worker_pb2.SEQUENCE_FAILURE_NO_TOKEN_LEFT:
+        return InvalidRequest(failed.message, param="sampling_params")
     return InvalidLogits(failed.message or "The model gave logits that are not numbers.")
 
 

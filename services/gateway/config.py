@@ -41,7 +41,7 @@ class GatewayConfig:
 
     model: str = setting(
         "smollm2-135m-instruct",
-        "Model whose tokenizer and chat template are used: a folder, a .gguf file or the embedded model's name.",
+        "Model whose tokenizer and chat template are used: a folder, a .gguf file or a packaged model's name.",
     )
     served_model_name: str | None = setting(None, "The model's public name; unset takes it from model.")
     model_aliases: tuple[str, ...] = setting(

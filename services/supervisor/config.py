@@ -28,7 +28,7 @@ class UpConfig:
     host: str = setting("127.0.0.1", "Address that the gateway listens on for HTTP.")
     port: int = setting(8000, "Port that the gateway listens on; 0 takes a free one.")
     model: str = setting(
-        "smollm2-135m-instruct", "Model to serve: the embedded one by name, a folder, or a .gguf file."
+        "smollm2-135m-instruct", "Model to serve: smollm2-135m-instruct or gemma3-270m, a folder, or a .gguf file."
     )
     served_model_name: str | None = setting(
         None, "Name that clients use for the model; by default the name of the folder or file."

@@ -209,6 +209,8 @@ class _Planner:
             "engine-addresses": ",".join(
                 self._address(f"engine-{number}") for number in range(self._config.engines)
             ),
+            # A try costs nothing on this machine, and the first request waits for the watch.
+            "watch-backoff-max-seconds": "0.2",
         }
         return self._grpc_process("router", "router", flags, StopStage.ROUTER, 5.0, needs_redis=True)
 

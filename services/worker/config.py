@@ -63,7 +63,7 @@ class WorkerConfig:
     instance_id: str = setting("worker-0", "Name of this process in logs.")
     model: str = setting(
         "smollm2-135m-instruct",
-        "Name of the embedded model, a folder with config.json and safetensors, or a GGUF file.",
+        "Name of a packaged model, a folder with config.json and safetensors, or a GGUF file.",
     )
     runner: RunnerKind = setting(
         RunnerKind.TORCH, "torch runs the model; stub gives deterministic tokens without it."

@@ -41,6 +41,7 @@ _SERVED: Mapping[str, tuple[Any, ...]] = {
     "num_local_experts": (0,),
     "num_nextn_predict_layers": (0,),
     "use_qk_norm": (False,),
+    "use_mrope": (False,),
     "attention_chunk_size": (),
     "no_rope_layers": ([],),
 }

@@ -20,11 +20,15 @@ from services.worker.config import KernelChoice, Quantization
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.extension import load_extension
 from services.worker.kernels.cpu.forward_pass import NativeForwardPass, reason_against
+from services.worker.kernels.cpu.sampler import NativeRowSampler
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.attention import StepLayout
 from services.worker.layers.threads import OperatorThreads
 from services.worker.models.decoder import Decoder, ForwardBatch
+from services.worker.row_sampler import ReferenceRowSampler, RowSampler
+from services.worker.step_work import MachineLimits
 from services.worker.weights import ModelConfig, WeightReader
+from services.worker.work_counter import WeightSizes, weight_sizes_of
 
 _log = get_logger("forward_pass")
 
@@ -37,12 +41,16 @@ class Forwarded(Protocol):
         """Whether all of a sequence's results are numbers, ``[num_seqs]``."""
         ...
 
-    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
+    def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return the logits of the last rows of some of the batch's sampled sequences.
 
-        ``is_chosen`` ``[num_seqs]`` names them. The result is ``[num_chosen, vocab_size]`` in fp32 and stays valid
-        until the next step.
+        ``is_chosen`` ``[num_seqs]`` names them. The result is ``[num_chosen, vocab_size]`` and stays valid until
+        the next step.
         """
+        ...
+
+    def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the logits of any rows of the batch, ``[num_rows, vocab_size]``, valid until the next call."""
         ...
 
 
@@ -60,6 +68,15 @@ class ForwardPass(Protocol):
 
     def run(self, batch: FlatBatch) -> Forwarded:
         """Compute all tokens of the batch, writing their keys and values."""
+        ...
+
+    @property
+    def weight_sizes(self) -> WeightSizes:
+        """Bytes of the weights as they lie in memory."""
+        ...
+
+    def measure_limits(self) -> MachineLimits | None:
+        """Measure what this machine does at best, or return None where this pass has no means to."""
         ...
 
 
@@ -101,6 +118,17 @@ def load_forward_pass(
     return TorchForwardPass(config, reader, dtype, OperatorThreads(num_threads))
 
 
+def make_row_sampler(
+    choice: KernelChoice, forward_pass: ForwardPass, *, vocab_size: int, num_threads: int
+) -> RowSampler:
+    """Return what samples the rows of a pass: native code where it may be used, on the pass's own threads."""
+    extension = None if choice is KernelChoice.TORCH else load_extension()
+    if extension is None:
+        return ReferenceRowSampler()
+    model = forward_pass.native_model if isinstance(forward_pass, NativeForwardPass) else None
+    return NativeRowSampler(extension, vocab_size=vocab_size, num_threads=num_threads, model=model)
+
+
 class TorchForwardPass:
     """The pass by torch: the reference for native code, and what serves where there is none."""
 
@@ -117,6 +145,15 @@ class TorchForwardPass:
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are kept."""
         return self._weight_bytes
+
+    @property
+    def weight_sizes(self) -> WeightSizes:
+        """Bytes of the weights as they lie in memory."""
+        return weight_sizes_of(self._config, self._dtype.itemsize)
+
+    def measure_limits(self) -> MachineLimits | None:
+        """Return None: torch's operators are not what a probe in registers would measure."""
+        return None
 
     def make_cache(self, plan: KVCachePlan) -> KVCache:
         """Allocate the KV cache."""
@@ -158,5 +195,9 @@ class _TorchForwarded:
         by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite, self.batch.first_rows)
         return by_sequence
 
-    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
-        return self.model.logits(self.hidden[torch.from_numpy(self.batch.last_rows[is_chosen])])
+    def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
+        return self.row_logits(self.batch.last_rows[is_chosen])
+
+    def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self.model.logits(self.hidden[torch.from_numpy(rows)]).numpy()
+        return logits

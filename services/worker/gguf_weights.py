@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
 from libs.errors import ModelLoadFailed
 from services.worker.gguf_config import GgufMetadata, read_gguf_config
+from services.worker.gguf_dequantization import dequantized
 from services.worker.weights import GEMMA3, LLAMA
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -126,7 +126,7 @@ def _canonical_name(name: str, layer_names: Mapping[str, str]) -> str:
 def _values(tensor: Any) -> NDArray[np.float32]:  # Any: gguf ships no type information for its tensors.
     kind = GGMLQuantizationType(tensor.tensor_type)
     try:
-        values: NDArray[np.float32] = dequantize(tensor.data, kind)
+        values = dequantized(tensor.data, kind)
     except NotImplementedError as error:
         raise ModelLoadFailed(
             f"The tensor {tensor.name} has the format {kind.name}, which is not served."

@@ -16,10 +16,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from services.worker.philox import philox4x32
+from services.worker.exact_math import log_of
+from services.worker.philox import Words, Words4, philox4x32
+
+TokenIds = NDArray[np.int64]
 
 _COARSE_DOMAIN, _FINE_DOMAIN = 0, 1
 _TOKENS_PER_BLOCK = 16
@@ -28,77 +30,73 @@ _WORD_MASK = 0xFFFFFFFF
 # Noise of a token whose coarse byte is not the greatest one stays below this; the margin covers rounding to fp32.
 _BOUND_BELOW_TOP_BYTE = -math.log(-math.log(255 / 256)) + 0.01
 
-# Rows whose coarse bytes are computed at a time, so that the words stay in the processor's cache.
-_ROWS_AT_A_TIME = 4
+# Candidates for which it is faster to compute all their noise than to search all tokens for those that can win.
+_MAX_CANDIDATES_EACH = 1_000
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DrawKeys:
-    """What the draws of some rows depend on; all int64 ``[num_rows]``."""
+@dataclass(frozen=True, slots=True)
+class DrawKey:
+    """What the draw of one row depends on; 32-bit values."""
 
-    seed_low: Tensor
-    seed_high: Tensor
-    choice: Tensor
-    position: Tensor
-
-    def take(self, rows: Tensor | slice) -> DrawKeys:
-        """Return the keys of ``rows``, which may repeat."""
-        return DrawKeys(self.seed_low[rows], self.seed_high[rows], self.choice[rows], self.position[rows])
-
-
-def gumbel_noise(keys: DrawKeys, token_ids: Tensor) -> Tensor:
-    """Return the noise of token ``token_ids[i]`` under ``keys[i]``, fp64 ``[num_pairs]``."""
-    words = torch.stack(_blocks(keys, token_ids // _TOKENS_PER_BLOCK, _COARSE_DOMAIN), -1)
-    offsets = token_ids % _TOKENS_PER_BLOCK
-    word = words.gather(-1, (offsets // 4)[:, None])[:, 0]
-    coarse = (word >> (offsets % 4 * 8)) & 0xFF
-    fine = _blocks(keys, token_ids, _FINE_DOMAIN)[0]
-    uniform = ((coarse << 32) + fine).double().add_(0.5).mul_(2.0**-40)
-    return uniform.log_().neg_().log_().neg_()
-
-
-def draw_from_all(scores: Tensor, best_ids: Tensor, keys: DrawKeys) -> Tensor:
-    """Return the id with the greatest noisy score of each row of ``scores`` ``[num_rows, vocab_size]``.
-
-    ``best_ids`` are the ids of the greatest scores, whose noisy scores are a bound: a token can only win if its
-    score is near the bound or its coarse byte is the greatest one.
-    """
-    best_scores = scores.gather(1, best_ids[:, None])[:, 0].double()
-    bounds = best_scores + gumbel_noise(keys, best_ids)
-    can_win = scores >= (bounds - _BOUND_BELOW_TOP_BYTE)[:, None].to(scores.dtype)
-    for first in range(0, len(scores), _ROWS_AT_A_TIME):
-        rows = slice(first, first + _ROWS_AT_A_TIME)
-        can_win[rows] |= _coarse_bytes(keys.take(rows), scores.shape[1]) == 255
-    can_win.scatter_(1, best_ids[:, None], True)
-    return draw_from_candidates(scores, can_win, keys)
-
-
-def draw_from_candidates(scores: Tensor, is_candidate: Tensor, keys: DrawKeys) -> Tensor:
-    """Return the id with the greatest noisy score among the candidates of each row; each row needs one."""
-    # numpy finds few places among many in a fifth of torch's time.
-    places = torch.from_numpy(np.flatnonzero(is_candidate.numpy()))
-    rows, token_ids = places // scores.shape[1], places % scores.shape[1]
-    noisy = scores[rows, token_ids].double() + gumbel_noise(keys.take(rows), token_ids)
-    best = torch.full((len(scores),), -math.inf, dtype=torch.float64).scatter_reduce_(0, rows, noisy, "amax")
-    is_best = noisy == best[rows]
-    # Of equals the lowest id wins, so that the result does not depend on the order of candidates.
-    winners = torch.full((len(scores),), scores.shape[1], dtype=torch.int64)
-    return winners.scatter_reduce_(0, rows[is_best], token_ids[is_best], "amin")
-
-
-def _coarse_bytes(keys: DrawKeys, vocab_size: int) -> Tensor:
-    """Return the coarse bytes of all tokens, uint8 ``[num_rows, vocab_size]``."""
-    blocks = torch.arange(-(-vocab_size // _TOKENS_PER_BLOCK))[None]
-    column = DrawKeys(*(values[:, None] for values in (keys.seed_low, keys.seed_high, keys.choice, keys.position)))
-    words = torch.stack(_blocks(column, blocks, _COARSE_DOMAIN), -1)
-    return words.to(torch.int32).view(torch.uint8).flatten(1)[:, :vocab_size]
-
-
-def _blocks(keys: DrawKeys, first_word: Tensor, domain: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    counter = (first_word, keys.position, keys.choice, torch.tensor(domain))
-    return philox4x32(counter, (keys.seed_low, keys.seed_high))
+    seed_low: int
+    seed_high: int
+    choice: int
+    position: int
 
 
 def split_seed(seed: int) -> tuple[int, int]:
     """Return the low and the high word of an unsigned 64-bit seed."""
     return seed & _WORD_MASK, seed >> 32
+
+
+def gumbel_noise(key: DrawKey, token_ids: TokenIds) -> NDArray[np.float64]:
+    """Return the noise of each token, ``[num_tokens]``."""
+    words = np.stack(_blocks(key, token_ids // _TOKENS_PER_BLOCK, _COARSE_DOMAIN), -1)
+    offsets = token_ids % _TOKENS_PER_BLOCK
+    word = words[np.arange(len(token_ids)), offsets // 4]
+    coarse = (word >> (offsets % 4 * 8).astype(np.uint64)) & np.uint64(0xFF)
+    fine = _blocks(key, token_ids, _FINE_DOMAIN)[0]
+    uniform = (((coarse << np.uint64(32)) + fine).astype(np.float64) + 0.5) * 2.0**-40
+    return -log_of(-log_of(uniform))
+
+
+def draw(scores: NDArray[np.float32], is_kept: NDArray[np.bool_], best_id: int, key: DrawKey) -> int:
+    """Return the id with the greatest noisy score among those kept; ``best_id`` has the greatest score of them."""
+    candidates = np.flatnonzero(is_kept)
+    if len(candidates) > _MAX_CANDIDATES_EACH:
+        candidates = np.flatnonzero(is_kept & _can_win(scores, best_id, key))
+    return draw_from_candidates(scores, candidates, key)
+
+
+def draw_from_candidates(scores: NDArray[np.float32], candidates: TokenIds, key: DrawKey) -> int:
+    """Return the candidate with the greatest noisy score; of equals the lowest id."""
+    noisy = scores[candidates].astype(np.float64) + gumbel_noise(key, candidates)
+    return int(candidates[np.argmax(noisy)])
+
+
+def _can_win(scores: NDArray[np.float32], best_id: int, key: DrawKey) -> NDArray[np.bool_]:
+    """Return what can beat ``best_id``, and that itself.
+
+    Its noisy score is a bound: a token can only win if its score is near it or its coarse byte is the greatest one.
+    """
+    bound = float(scores[best_id]) + float(gumbel_noise(key, np.array([best_id]))[0])
+    can_win: NDArray[np.bool_] = (scores >= np.float32(bound - _BOUND_BELOW_TOP_BYTE)) | (
+        _coarse_bytes(key, len(scores)) == 255
+    )
+    can_win[best_id] = True
+    return can_win
+
+
+def _coarse_bytes(key: DrawKey, vocab_size: int) -> NDArray[np.uint8]:
+    """Return the coarse bytes of all tokens, ``[vocab_size]``."""
+    blocks = np.arange(-(-vocab_size // _TOKENS_PER_BLOCK))
+    words = np.stack(_blocks(key, blocks, _COARSE_DOMAIN), -1).astype("<u4")
+    return words.reshape(-1).view(np.uint8)[:vocab_size]
+
+
+def _blocks(key: DrawKey, first_word: TokenIds, domain: int) -> Words4:
+    def word(value: int) -> Words:
+        return np.array([value], dtype=np.uint64)
+
+    counter = (first_word.astype(np.uint64), word(key.position), word(key.choice), word(domain))
+    return philox4x32(counter, (word(key.seed_low), word(key.seed_high)))

@@ -3,15 +3,14 @@
 Owns measuring memory, the number of blocks and the layout. It must not know which block belongs to whom: the
 engine does.
 
-The memory is written once at allocation, so that the process's resident size counts the whole cache from then on
-(about 0.5 s per GiB). Memory that is only promised would look free to the next worker on this machine, which
-would promise it again.
+The memory is made resident soon after allocation, so that the process's resident size counts the whole cache from
+then on. Memory that is only promised would look free to the next worker on this machine, which would promise it
+again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from libs.errors import ModelLoadFailed
+from services.worker.resident_memory import ResidentMemory
 from services.worker.weights import ModelConfig
 
 _CGROUP_LIMITS = (
@@ -83,7 +83,12 @@ class KVCache:
             config.num_kv_heads,
             config.head_dim,
         )
-        self.layers = _allocate(plan.size_bytes).view(dtype).view(shape).unbind(0)
+        self._memory = _allocate(plan.size_bytes)
+        self.layers = torch.from_numpy(self._memory.bytes).view(dtype).view(shape).unbind(0)
+
+    def populate(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Make the cache resident, the first blocks first; its contents stay as they are."""
+        self._memory.populate(should_stop, num_parts=len(self.layers))
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the contents of blocks ``[num_copies]`` to other blocks, in all layers."""
@@ -144,17 +149,11 @@ def measure_memory() -> MemoryState:
     return MemoryState(total_bytes, available_bytes)
 
 
-def _allocate(size_bytes: int) -> Tensor:
-    """Return zeroed memory that is there, in huge pages where the system has them."""
+def _allocate(size_bytes: int) -> ResidentMemory:
     try:
-        memory = mmap.mmap(-1, size_bytes)
+        return ResidentMemory(size_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise ModelLoadFailed(f"Allocating {size_bytes} bytes for the KV cache failed: {error}.") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Blocks are read in random order: with small pages each costs a walk through the page table.
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 def _read_bytes(path: str) -> int | None:

@@ -18,6 +18,7 @@ from libs.obs import configure_logging, get_logger
 from libs.obs.metrics import WorkerMetrics, serve_metrics
 from libs.rpc import make_server
 from services.worker.config import RunnerKind, WorkerConfig
+from services.worker.deferred_runner import DeferredRunner
 from services.worker.servicer import WorkerServicer, registration
 from services.worker.step import ModelRunner
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
 async def _serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
     metrics = WorkerMetrics(CollectorRegistry())
-    servicer = WorkerServicer(_make_runner(config), metrics, model_name=config.model)
+    servicer = WorkerServicer(DeferredRunner(partial(_make_runner, config)), metrics, model_name=config.model)
     server = make_server(config.listen_address, [registration(servicer)])
     await server.start()
     metrics_server = serve_metrics(metrics.registry, config.metrics_port)

@@ -5,6 +5,7 @@ Owns the weights, the KV cache and the sampler of one rank. It must not know the
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,26 +15,46 @@ import torch
 from numpy.typing import NDArray
 
 from libs.errors import InternalError, ModelLoadFailed
+from libs.obs import get_logger
 from libs.text import load_model_text, resolve_model_path
-from services.worker.config import WeightsType, WorkerConfig, parse_size
-from services.worker.forward_pass import ForwardPass, load_forward_pass
+from services.worker.config import Quantization, WeightsType, WorkerConfig, parse_size
+from services.worker.forward_pass import ForwardPass, load_forward_pass, make_row_sampler
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
-from services.worker.kv_cache import CacheBudget, KVCache, KVCachePlan, measure_memory, plan_kv_cache
+from services.worker.kv_cache import (
+    CacheBudget,
+    KVCache,
+    KVCachePlan,
+    MemoryState,
+    measure_memory,
+    plan_kv_cache,
+)
 from services.worker.logits_processors import TokenHistory
+from services.worker.prompt_logprobs import MAX_ROWS_AT_A_TIME, PromptScorer
+from services.worker.resident_memory import MemoryStatement, give_back_freed_memory, measure_memory_in_use
+from services.worker.row_sampler import RowStatus
 from services.worker.sampler import Sampler
+from services.worker.settling import Settling
 from services.worker.step import (
     FailedSequence,
     LoadedModel,
     LoadProgress,
     LoadRequest,
     NewSequence,
+    OutputLogprobs,
     SampledTokens,
     SequenceFailure,
     StepInput,
     StepResult,
 )
+from services.worker.token_mask import TokenMatcher
+from services.worker.warm_up import MAX_WARM_SEQUENCES, MAX_WARM_TOKENS, WarmUp, plan_warm_up
 from services.worker.weight_files import open_weights
 from services.worker.weights import ModelConfig, WeightReader
+from services.worker.work_counter import WorkCounter
+
+_log = get_logger("model_runner")
+
+MakeMatcher = Callable[[NewSequence], TokenMatcher | None]
 
 _DTYPES = {WeightsType.BFLOAT16: torch.bfloat16, WeightsType.FLOAT32: torch.float32}
 
@@ -42,15 +63,22 @@ _SLACK_BYTES = 64 * 2**20
 
 
 _NOT_NUMBERS = "The model gave logits that are not numbers."
+_NO_TOKEN_LEFT = (
+    "No token may come next: the grammar, allowed_token_ids, bad_words and min_tokens leave none together. "
+    "Loosen them."
+)
 
 
 class TorchRunner:
     """A ``ModelRunner`` on torch. All methods are called from one thread: torch's thread count belongs to it."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, make_matcher: MakeMatcher = lambda sequence: None) -> None:
+        """Begin without a model; ``make_matcher`` returns what follows a new sequence's grammar, if it has one."""
         self._config = config
+        self._make_matcher = make_matcher
         self._dtype = _DTYPES[config.dtype]
         self._loaded: _Loaded | None = None
+        self._settling: Settling | None = None
 
     def load(self, request: LoadRequest, on_progress: Callable[[LoadProgress], None]) -> LoadedModel:
         """Load the weights and allocate the KV cache; what was loaded before is given up first.
@@ -58,12 +86,14 @@ class TorchRunner:
         Raises:
             ModelLoadFailed: when the model cannot be served here.
         """
+        if self._settling is not None:
+            self._settling.stop()
         self._loaded = None
         torch.set_num_threads(self._config.num_threads_used)
         path = resolve_model_path(self._config.model)
         text = load_model_text(path)
         source = open_weights(path)
-        _require_memory_for_weights(source.config, self._dtype)
+        statement = self._state_memory(request, source.config)
         reader = WeightReader(
             source, self._dtype, lambda done, total: on_progress(LoadProgress("reading weights", done, total))
         )
@@ -78,7 +108,8 @@ class TorchRunner:
                 quantization=self._config.quantization,
             )
             on_progress(LoadProgress("allocating the KV cache", reader.total_bytes, reader.total_bytes))
-            cache = model.make_cache(self._plan_cache(request, source.config))
+            machine_limits = model.measure_limits()
+            cache = model.make_cache(self._plan_cache(request, source.config, measure_memory()))
         limits = BatchLimits(
             max_num_seqs=request.max_num_seqs,
             max_model_len=_max_model_len(request, min(text.max_model_len, source.config.max_position)),
@@ -87,10 +118,30 @@ class TorchRunner:
             block_size=request.block_size,
             vocab_size=source.config.vocab_size,
         )
-        sampler = Sampler(
-            max_num_seqs=limits.max_num_seqs, vocab_size=limits.vocab_size, eos_token_ids=text.eos_token_ids
+        row_sampler = make_row_sampler(
+            self._config.kernels,
+            model,
+            vocab_size=limits.vocab_size,
+            num_threads=self._config.num_threads_used,
         )
-        self._loaded = _Loaded(model, cache, InputBatch(limits), sampler)
+        sampler = Sampler(
+            max_num_seqs=limits.max_num_seqs,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=text.eos_token_ids,
+            row_sampler=row_sampler,
+        )
+        self._loaded = _Loaded(
+            model,
+            cache,
+            InputBatch(limits),
+            sampler,
+            PromptScorer(row_sampler, max_num_seqs=limits.max_num_seqs),
+            self._make_matcher,
+            WorkCounter(source.config, model.weight_sizes, kv_value_bytes=self._dtype.itemsize),
+        )
+        on_progress(LoadProgress("warming up", reader.total_bytes, reader.total_bytes))
+        self._warm_up(plan_warm_up(limits))
+        self._settling = Settling(cache.populate, statement)
         return LoadedModel(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
@@ -102,7 +153,13 @@ class TorchRunner:
             total_vram_bytes=measure_memory().total_bytes,
             kv_cache_bytes=cache.plan.size_bytes,
             weights_bytes=model.weight_bytes,
+            limits=machine_limits,
         )
+
+    def wait_until_settled(self) -> None:
+        """Wait until the cache is resident and the memory in use has been compared with what was stated."""
+        if self._settling is not None:
+            self._settling.wait()
 
     def reset(self) -> None:
         """Forget all sequences; what is in the KV cache stays."""
@@ -120,19 +177,60 @@ class TorchRunner:
                 torch.from_numpy(step.copy_source_block_ids), torch.from_numpy(step.copy_target_block_ids)
             )
         prepared = self._loaded.batch.prepare(step, self._loaded.admit)
-        sampled, num_computed_tokens = SampledTokens.none(), 0
+        sampled, num_computed_tokens, work = SampledTokens.none(), 0, None
         if prepared.batch is not None:
             sampled, num_computed_tokens = self._loaded.compute(prepared.batch), len(prepared.batch.token_ids)
+            work = self._loaded.work.work_of(prepared.batch)
         return StepResult.of(
             step,
             sampled,
             prepared.failed_sequences,
             num_computed_tokens=num_computed_tokens,
             duration_seconds=time.perf_counter() - started,
+            work=work,
         )
 
-    def _plan_cache(self, request: LoadRequest, config: ModelConfig) -> KVCachePlan:
-        # Weights and all that reading them took are in memory now, so what is free is what the cache can have.
+    def _state_memory(self, request: LoadRequest, config: ModelConfig) -> MemoryStatement:
+        """Say what loading is going to take; raises ModelLoadFailed when that is more than there is."""
+        memory, weights_bytes = measure_memory(), config.num_parameters * self._weight_dtype.itemsize
+        _require_memory_for_weights(weights_bytes, self._weight_dtype, memory)
+        beside_weights = dataclasses.replace(memory, available_bytes=memory.available_bytes - weights_bytes)
+        # An earlier load may have left memory behind that this one would seem to give back.
+        give_back_freed_memory()
+        statement = MemoryStatement(
+            before_bytes=measure_memory_in_use().resident_bytes,
+            weights_bytes=weights_bytes,
+            kv_cache_bytes=self._plan_cache(request, config, beside_weights).size_bytes,
+            workspace_bytes=_workspace_bytes(
+                min(request.max_num_batched_tokens, MAX_WARM_TOKENS),
+                min(request.max_num_seqs, MAX_WARM_SEQUENCES),
+                config,
+                self._dtype,
+            ),
+        )
+        _log.info(
+            "memory expected",
+            expected_resident_bytes=statement.expected_bytes,
+            resident_bytes_now=statement.before_bytes,
+            weights_bytes=statement.weights_bytes,
+            kv_cache_bytes=statement.kv_cache_bytes,
+            workspace_bytes=statement.workspace_bytes,
+        )
+        return statement
+
+    @property
+    def _weight_dtype(self) -> torch.dtype:
+        return torch.int8 if self._config.quantization is Quantization.INT8 else self._dtype
+
+    @torch.inference_mode()
+    def _warm_up(self, plan: WarmUp) -> None:
+        assert self._loaded is not None, "nothing is loaded that could be warmed up"
+        for step in plan.steps:
+            self.execute(step)
+        self._loaded.batch.reset()
+        self._loaded.cache.clear_slots(torch.from_numpy(plan.written_slots))
+
+    def _plan_cache(self, request: LoadRequest, config: ModelConfig, memory: MemoryState) -> KVCachePlan:
         return plan_kv_cache(
             config,
             block_size=request.block_size,
@@ -142,8 +240,9 @@ class TorchRunner:
                 fraction=self._config.kv_cache_memory_fraction,
                 limit_bytes=parse_size(self._config.kv_cache_memory_limit),
             ),
-            memory=measure_memory(),
-            reserved_bytes=_step_bytes(request, config, self._dtype),
+            memory=memory,
+            reserved_bytes=_SLACK_BYTES
+            + _workspace_bytes(request.max_num_batched_tokens, request.max_num_seqs, config, self._dtype),
         )
 
 
@@ -155,36 +254,51 @@ class _Loaded:
     cache: KVCache
     batch: InputBatch
     sampler: Sampler
+    prompt_scorer: PromptScorer
+    make_matcher: MakeMatcher
+    work: WorkCounter
 
     def admit(self, sequence: NewSequence) -> None:
         """Take a new sequence's sampling parameters; raises InvalidRequest for those that do not fit the model."""
-        self.sampler.add(sequence.slot, sequence.sampling_params, sequence.choice_index)
+        self.sampler.add(
+            sequence.slot, sequence.sampling_params, sequence.choice_index, self.make_matcher(sequence)
+        )
+        self.prompt_scorer.add(sequence.slot, sequence.sampling_params)
 
     def compute(self, batch: FlatBatch) -> SampledTokens:
         """Run the forward pass and choose a token for each sequence whose last known token was computed."""
         forwarded = self.model.run(batch)
-        is_finite = forwarded.is_finite
+        prompts = self.prompt_scorer.measure(forwarded, batch, self.batch)
+        is_finite = forwarded.is_finite & prompts.is_measured
         failed = [] if is_finite.all() else self._fail_sequences(batch, ~is_finite)
         is_sampled = batch.is_sampled & is_finite
         slots = batch.slots[is_sampled]
-        token_ids = np.empty(0, dtype=np.int64)
+        token_ids, logprobs = np.empty(0, dtype=np.int64), OutputLogprobs.none()
         if len(slots):
             logits = forwarded.logits(is_sampled)
             rows = self.sampler.sample(logits, slots, self.batch.num_output_tokens(slots), self._histories(slots))
             failed += [
-                self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
-                for slot in slots[~rows.is_valid].tolist()
+                self._fail_row(slot, status)
+                for slot, status in zip(
+                    slots[~rows.is_sampled].tolist(), rows.statuses[~rows.is_sampled].tolist(), strict=True
+                )
             ]
-            slots, token_ids = slots[rows.is_valid], rows.token_ids[rows.is_valid]
+            slots, token_ids = slots[rows.is_sampled], rows.token_ids[rows.is_sampled]
+            logprobs = OutputLogprobs(slots[self.sampler.wants_logprobs(slots)], rows.logprobs)
         self.batch.commit(batch, slots, token_ids)
-        return SampledTokens(slots, token_ids, tuple(failed))
+        return SampledTokens(slots, token_ids, tuple(failed), logprobs, prompts.logprobs)
 
     def _histories(self, slots: NDArray[np.int64]) -> dict[int, TokenHistory]:
         return {
             row: TokenHistory(self.batch.token_ids_of(slot), self.batch.num_prompt_tokens(slot))
             for row, slot in enumerate(slots.tolist())
-            if self.sampler.has_processors(slot)
+            if self.sampler.needs_history(slot)
         }
+
+    def _fail_row(self, slot: int, status: RowStatus) -> FailedSequence:
+        if status == RowStatus.NO_TOKEN_LEFT:
+            return self.batch.fail(slot, SequenceFailure.NO_TOKEN_LEFT, _NO_TOKEN_LEFT)
+        return self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
 
     def _fail_sequences(self, batch: FlatBatch, is_failed: NDArray[np.bool_]) -> list[FailedSequence]:
         """Fail sequences whose hidden states are not finite, and take what they wrote out of the cache."""
@@ -196,12 +310,11 @@ class _Loaded:
         ]
 
 
-def _require_memory_for_weights(config: ModelConfig, dtype: torch.dtype) -> None:
-    needed_bytes, available_bytes = config.num_parameters * dtype.itemsize, measure_memory().available_bytes
-    if needed_bytes > available_bytes:
+def _require_memory_for_weights(needed_bytes: int, kept_as: torch.dtype, memory: MemoryState) -> None:
+    if needed_bytes > memory.available_bytes:
         raise ModelLoadFailed(
-            f"The weights take {needed_bytes} bytes as {dtype}, but only {available_bytes} bytes of memory are "
-            "available; free some or serve a smaller model."
+            f"The weights take {needed_bytes} bytes as {kept_as}, but only {memory.available_bytes} bytes of "
+            "memory are available; free some or serve a smaller model."
         )
 
 
@@ -214,10 +327,11 @@ def _max_model_len(request: LoadRequest, model_limit: int) -> int:
     return request.max_model_len or model_limit
 
 
-def _step_bytes(request: LoadRequest, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Estimate what the largest step allocates: activations of one layer, logits, and slack."""
+def _workspace_bytes(num_tokens: int, num_sampled: int, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Estimate what a step of that size allocates: activations of one layer, and logits."""
     num_values_per_token = 12 * config.hidden_size + 4 * config.intermediate_size
-    activations = request.max_num_batched_tokens * num_values_per_token * dtype.itemsize
+    activations = num_tokens * num_values_per_token * dtype.itemsize
     # Logits exist in the model's dtype and in fp32, and once more as scores.
-    logits = request.max_num_seqs * config.vocab_size * (dtype.itemsize + 2 * torch.float32.itemsize)
-    return activations + logits + _SLACK_BYTES
+    num_rows = num_sampled + MAX_ROWS_AT_A_TIME
+    logits = num_rows * config.vocab_size * (dtype.itemsize + 2 * torch.float32.itemsize)
+    return activations + logits

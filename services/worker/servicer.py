@@ -7,6 +7,7 @@ must not know what a runner does.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,7 +21,8 @@ from libs.obs.metrics import WorkerMetrics
 from libs.protogen.worker.v1 import worker_pb2, worker_pb2_grpc
 from libs.rpc import Registration, abort_with
 from services.worker import wire
-from services.worker.step import LoadedModel, LoadProgress, LoadRequest, ModelRunner, StepResult
+from services.worker.step import LoadedModel, LoadProgress, LoadRequest, ModelRunner
+from services.worker.step_meter import StepMeter
 
 SERVICE_NAME = "octavo.worker.v1.WorkerService"
 
@@ -36,7 +38,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, runner: ModelRunner, metrics: WorkerMetrics, *, model_name: str) -> None:
         self._runner = runner
-        self._metrics = metrics
+        self._meter = StepMeter(metrics)
         self._model_name = model_name
         # One thread for loading and steps: a step never runs beside another or beside a load.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
@@ -89,8 +91,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _run_load(self, load: _Load) -> LoadedModel:
         # The task is the servicer's, not the caller's: a load goes on when the engine that asked for it leaves.
         model = await self._in_thread(lambda: self._runner.load(load.request, load.report))
-        self._metrics.kv_cache_bytes.set(model.kv_cache_bytes)
-        self._metrics.weights_bytes.set(model.weights_bytes)
+        self._meter.model_loaded(model)
         _log.info(
             "model loaded",
             model=self._model_name,
@@ -107,7 +108,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._end_stream("Another stream of steps was opened; this worker takes its steps from there.")
         self._stream = stream
         # Runs after the older stream's last step, which the thread may still be computing.
-        await self._in_thread(self._runner.reset)
+        await self._in_thread(self._begin_stream)
+
+    def _begin_stream(self) -> None:
+        """Start from no sequences, in the runner's thread."""
+        self._runner.reset()
+        self._meter.stream_opened()
 
     def _end_stream(self, reason: str) -> None:
         if self._stream is not None:
@@ -127,16 +133,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Run one step in the runner's thread."""
         # A stream that was taken over while this step waited must not touch the new one's sequences.
         stream.raise_if_ended()
-        result = self._runner.execute(wire.step_input_of(request))
-        self._count(result)
+        step = wire.step_input_of(request)
+        started = time.perf_counter()
+        result = self._runner.execute(step)
+        self._meter.step_done(step, result, started=started, ended=time.perf_counter())
         return wire.step_response(result)
-
-    def _count(self, result: StepResult) -> None:
-        self._metrics.steps.inc()
-        self._metrics.step_seconds.observe(result.duration_seconds)
-        self._metrics.tokens.inc(result.num_computed_tokens)
-        for failed in result.failed_sequences:
-            self._metrics.failed_sequences.labels(failed.failure.value).inc()
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
         try:
@@ -157,6 +158,7 @@ class _Load:
         self.task: asyncio.Task[LoadedModel] | None = None
         self._model_name = model_name
         self._progress = LoadProgress("starting", 0, 0)
+        self._logged: LoadProgress | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -190,9 +192,13 @@ class _Load:
                 yield progress
 
     def _log_progress(self, progress: LoadProgress) -> None:
-        done, total = progress.loaded_bytes, progress.total_bytes
+        # Several callers may wait, and a slow stage reports nothing new.
+        if progress == self._logged:
+            return
+        self._logged, done, total = progress, progress.loaded_bytes, progress.total_bytes
         _log.info(
-            f"loading {self._model_name}: {100 * done // total} % ({done // 10**6} of {total // 10**6} MB)",
+            f"loading {self._model_name}: {progress.description}, {100 * done // total} % "
+            f"({done // 10**6} of {total // 10**6} MB)",
             loaded_bytes=done,
             total_bytes=total,
         )

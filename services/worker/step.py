@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libs.errors import ClientError, InvalidRequest
+from libs.logprobs import TokenLogprobs
+from services.worker.step_work import MachineLimits, StepWork
 
 IntArray = NDArray[np.int64]
 
@@ -27,6 +29,7 @@ class SequenceFailure(StrEnum):
 
     INVALID_LOGITS = "invalid_logits"
     REFUSED = "refused"
+    NO_TOKEN_LEFT = "no_token_left"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    num_logprobs: int | None = None  # alternatives beside each output token's log-probability; None wants neither
+    num_prompt_logprobs: int | None = None  # the same for prompt tokens
 
     def __post_init__(self) -> None:
         _require(
@@ -76,6 +81,9 @@ class SamplingParams:
         )
         for token_id, bias in self.logit_bias:
             _require(math.isfinite(bias), f"logit_bias[{token_id}]", "a finite number", bias)
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            count = getattr(self, name)
+            _require(count is None or count >= 0, name, "at least 0", count)
         for word in self.bad_words:
             _require(len(word) > 0, "bad_words", "made of sequences of at least one token", word)
 
@@ -132,17 +140,52 @@ class FailedSequence:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OutputLogprobs:
+    """Log-probabilities of the tokens that were sampled for ``slots``, one each."""
+
+    slots: IntArray
+    tokens: TokenLogprobs
+
+    @classmethod
+    def none(cls) -> OutputLogprobs:
+        """Return those of a step in which nobody wanted any."""
+        return cls(np.empty(0, dtype=np.int64), TokenLogprobs.none())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens: of ``num_tokens[i]`` of ``slots[i]``, from position ``positions[i]`` on.
+
+    A token's are known when the token before it is computed, so a prompt's first has none.
+    """
+
+    slots: IntArray
+    positions: IntArray
+    num_tokens: IntArray
+    tokens: TokenLogprobs
+
+    @classmethod
+    def none(cls) -> PromptLogprobs:
+        """Return those of a step in which nobody wanted any."""
+        nothing = np.empty(0, dtype=np.int64)
+        return cls(nothing, nothing, nothing, TokenLogprobs.none())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
     """What a forward pass led to: one token for each of ``slots``, and the sequences that failed in it."""
 
     slots: IntArray
     token_ids: IntArray
     failed_sequences: tuple[FailedSequence, ...]
+    logprobs: OutputLogprobs
+    prompt_logprobs: PromptLogprobs
 
     @classmethod
     def none(cls) -> SampledTokens:
         """Return the result of computing nothing."""
-        return cls(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), ())
+        no_ids = np.empty(0, dtype=np.int64)
+        return cls(no_ids, no_ids, (), OutputLogprobs.none(), PromptLogprobs.none())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,8 +197,11 @@ class StepResult:
     num_tokens: IntArray
     token_ids: IntArray
     failed_sequences: tuple[FailedSequence, ...]
+    logprobs: OutputLogprobs
+    prompt_logprobs: PromptLogprobs
     num_computed_tokens: int
     duration_seconds: float
+    work: StepWork | None = None  # None when nothing was computed, or by the stub
 
     @classmethod
     def of(
@@ -166,6 +212,7 @@ class StepResult:
         *,
         num_computed_tokens: int,
         duration_seconds: float,
+        work: StepWork | None = None,
     ) -> StepResult:
         """Put a step's result together; a sequence gets one token at most."""
         return cls(
@@ -174,8 +221,11 @@ class StepResult:
             num_tokens=np.ones(len(sampled.slots), dtype=np.int64),
             token_ids=sampled.token_ids,
             failed_sequences=(*refused, *sampled.failed_sequences),
+            logprobs=sampled.logprobs,
+            prompt_logprobs=sampled.prompt_logprobs,
             num_computed_tokens=num_computed_tokens,
             duration_seconds=duration_seconds,
+            work=work,
         )
 
 
@@ -227,6 +277,7 @@ class LoadedModel:
     total_vram_bytes: int
     kv_cache_bytes: int
     weights_bytes: int
+    limits: MachineLimits | None = None  # None where they were not measured
 
 
 class ModelRunner(Protocol):

@@ -9,6 +9,9 @@ The next token after tokens ``t[0..n)`` is ``first_token_id + mix(h) % num_token
 ``seed * 0x9E3779B97F4A7C15 + choice_index`` for a drawn sequence and 0 for a greedy one, takes each token as
 ``h = h * 0x100000001B3 + t + 1``, all modulo 2**64, and ``mix`` is the finalizer of SplitMix64. So it depends on
 the full content, and a resumed sequence goes on as if it had never stopped.
+
+Log-probabilities follow a rule as well: of the ids that the stub emits, taken in a circle, the one ``n`` places
+after the next token has ``-(n + 1) / 2`` and rank ``n + 1``; all other tokens come after them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libs.errors import InternalError, ModelLoadFailed, UnsupportedField
+from libs.logprobs import TokenLogprobs
 from libs.text import load_model_text, resolve_model_path
 from services.worker.config import WorkerConfig
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
@@ -30,6 +34,8 @@ from services.worker.step import (
     LoadProgress,
     LoadRequest,
     NewSequence,
+    OutputLogprobs,
+    PromptLogprobs,
     SampledTokens,
     SamplingParams,
     StepInput,
@@ -128,6 +134,22 @@ class TokenRule:
         value = (start * pow(_MULTIPLIER, len(token_ids), 2**64) + int(terms.sum(dtype=np.uint64))) & _MASK
         return self.first_token_id + _mix(value) % self.num_token_ids
 
+    def measure(self, next_token_id: int, token_id: int, num_alternatives: int) -> TokenLogprobs:
+        """Return the log-probability of ``token_id`` where the rule gives ``next_token_id``."""
+        place = token_id - self.first_token_id
+        distance = self.num_token_ids
+        if 0 <= place < self.num_token_ids:
+            distance = (token_id - next_token_id) % self.num_token_ids
+        distances = np.arange(min(num_alternatives, self.num_token_ids))
+        return TokenLogprobs(
+            logprobs=np.array([-(distance + 1) / 2], dtype=np.float32),
+            ranks=np.array([distance + 1], dtype=np.int64),
+            num_alternatives=np.array([len(distances)], dtype=np.int64),
+            alternative_token_ids=self.first_token_id
+            + (next_token_id - self.first_token_id + distances) % self.num_token_ids,
+            alternative_logprobs=(-(distances + 1) / 2).astype(np.float32),
+        )
+
 
 class _StubState:
     """Sequences and the fake KV cache."""
@@ -140,11 +162,12 @@ class _StubState:
         self._eos_token_ids = eos_token_ids
         self._stored = np.full((limits.num_blocks + 1, limits.block_size), _UNWRITTEN, dtype=np.int32)
         self._starts: dict[int, int] = {}  # the hash's first value by slot
+        self._params: dict[int, SamplingParams] = {}  # by slot
 
     def admit(self, sequence: NewSequence) -> None:
         """Take a new sequence; raises UnsupportedField when its sampling asks for what needs logits."""
         _refuse_what_needs_logits(sequence.sampling_params)
-        params = sequence.sampling_params
+        params = self._params[sequence.slot] = sequence.sampling_params
         self._starts[sequence.slot] = (
             0 if params.is_greedy else (params.seed * _SEED_MULTIPLIER + sequence.choice_index) & _MASK
         )
@@ -160,8 +183,42 @@ class _StubState:
             self._check_context(slot, batch.block_tables[index], int(batch.context_lens[index]))
         slots = batch.slots[batch.is_sampled]
         token_ids = np.array([self._next_token_id(slot) for slot in slots.tolist()], dtype=np.int64)
+        sampled = SampledTokens(
+            slots, token_ids, (), self._measure_output(slots, token_ids), self._measure_prompts(batch)
+        )
         self.batch.commit(batch, slots, token_ids)
-        return SampledTokens(slots, token_ids, ())
+        return sampled
+
+    def _measure_output(self, slots: IntArray, token_ids: IntArray) -> OutputLogprobs:
+        wanted = [self._params[slot].num_logprobs for slot in slots.tolist()]
+        tokens = [
+            self._measure(slot, len(self.batch.token_ids_of(slot)), token_id, count)
+            for slot, token_id, count in zip(slots.tolist(), token_ids.tolist(), wanted, strict=True)
+            if count is not None
+        ]
+        is_wanted = np.array([count is not None for count in wanted], dtype=np.bool_)
+        return OutputLogprobs(slots[is_wanted], TokenLogprobs.joined(tokens))
+
+    def _measure_prompts(self, batch: FlatBatch) -> PromptLogprobs:
+        parts: list[tuple[int, int, int]] = []
+        tokens: list[TokenLogprobs] = []
+        for slot, first_row, count in zip(
+            batch.slots.tolist(), batch.first_rows.tolist(), batch.num_queries.tolist(), strict=True
+        ):
+            wanted, position = self._params[slot].num_prompt_logprobs, int(batch.positions[first_row]) + 1
+            end = min(position + count, self.batch.num_prompt_tokens(slot))
+            if wanted is None or position >= end:
+                continue
+            parts.append((slot, position, end - position))
+            prompt = self.batch.token_ids_of(slot)
+            tokens += [self._measure(slot, index, int(prompt[index]), wanted) for index in range(position, end)]
+        slots, positions, counts = np.array(parts, dtype=np.int64).reshape(-1, 3).T
+        return PromptLogprobs(slots, positions, counts, TokenLogprobs.joined(tokens))
+
+    def _measure(self, slot: int, position: int, token_id: int, num_alternatives: int) -> TokenLogprobs:
+        before = self.batch.token_ids_of(slot)[:position]
+        next_token_id = self._rule.next_token_id(before, self._starts[slot])
+        return self._rule.measure(next_token_id, token_id, num_alternatives)
 
     def _next_token_id(self, slot: int) -> int:
         token_ids = self.batch.token_ids_of(slot)

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from libs.errors import ClientError, UnsupportedField
+from libs.logprobs import TokenLogprobs
 from libs.protogen.generation.v1 import generation_pb2
 from libs.protogen.worker.v1 import worker_pb2
 from libs.rpc import duration_from_seconds
@@ -21,6 +22,8 @@ from services.worker.step import (
     LoadProgress,
     LoadRequest,
     NewSequence,
+    OutputLogprobs,
+    PromptLogprobs,
     RefusedSequence,
     SamplingParams,
     SequenceFailure,
@@ -29,16 +32,13 @@ from services.worker.step import (
 )
 
 _FAILURES = {
+    SequenceFailure.NO_TOKEN_LEFT: worker_pb2.SEQUENCE_FAILURE_NO_TOKEN_LEFT,
     SequenceFailure.INVALID_LOGITS: worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS,
     SequenceFailure.REFUSED: worker_pb2.SEQUENCE_FAILURE_UNSUPPORTED,
 }
 
-# Fields of SamplingParams that need an answer beyond token ids, or a grammar.
-_UNSERVED_FIELDS: tuple[Literal["num_logprobs", "num_prompt_logprobs", "grammar"], ...] = (
-    "num_logprobs",
-    "num_prompt_logprobs",
-    "grammar",
-)
+# Fields of SamplingParams that nothing here can follow yet.
+_UNSERVED_FIELDS: tuple[Literal["grammar"], ...] = ("grammar",)
 
 
 def load_request_of(message: worker_pb2.LoadModelRequest) -> LoadRequest:
@@ -117,6 +117,35 @@ def step_response(result: StepResult) -> worker_pb2.ExecuteStepsResponse:
             for failed in result.failed_sequences
         ],
         step_duration=duration_from_seconds(result.duration_seconds),
+        output_logprobs=_output_logprobs_message(result.logprobs),
+        prompt_logprobs=_prompt_logprobs_message(result.prompt_logprobs),
+    )
+
+
+def _output_logprobs_message(logprobs: OutputLogprobs) -> worker_pb2.SlotLogprobs | None:
+    if not len(logprobs.slots):
+        return None
+    return worker_pb2.SlotLogprobs(slots=logprobs.slots.tolist(), tokens=_token_logprobs_message(logprobs.tokens))
+
+
+def _prompt_logprobs_message(logprobs: PromptLogprobs) -> worker_pb2.SlotPromptLogprobs | None:
+    if not len(logprobs.slots):
+        return None
+    return worker_pb2.SlotPromptLogprobs(
+        slots=logprobs.slots.tolist(),
+        positions=logprobs.positions.tolist(),
+        num_tokens=logprobs.num_tokens.tolist(),
+        tokens=_token_logprobs_message(logprobs.tokens),
+    )
+
+
+def _token_logprobs_message(tokens: TokenLogprobs) -> generation_pb2.TokenLogprobs:
+    return generation_pb2.TokenLogprobs(
+        logprobs=tokens.logprobs.tolist(),
+        ranks=tokens.ranks.tolist(),
+        num_alternatives=tokens.num_alternatives.tolist(),
+        alternative_token_ids=tokens.alternative_token_ids.tolist(),
+        alternative_logprobs=tokens.alternative_logprobs.tolist(),
     )
 
 
@@ -151,6 +180,8 @@ def _sampling_params_of(message: generation_pb2.SamplingParams) -> SamplingParam
         logit_bias=tuple(message.logit_bias.items()),
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
     )
 
 

@@ -18,7 +18,15 @@ from libs.errors import DeadlineExceeded, Draining, EngineLost, InvalidLogits, I
 from libs.obs.metrics import EngineMetrics
 from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
 from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
-from libs.rpc import RpcStream, duration_from_seconds, error_from_status, make_channel, make_server, open_stream
+from libs.rpc import (
+    Registration,
+    RpcStream,
+    duration_from_seconds,
+    error_from_status,
+    make_channel,
+    make_server,
+    open_stream,
+)
 from libs.rpc import unary as call
 from services.engine.clients import WorkerClient
 from services.engine.config import EngineConfig
@@ -64,10 +72,12 @@ class Gateway:
     handles: dict[str, list[int]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
+    messages: list[generation_pb2.GenerateResponse] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self) -> None:
         async for message in self.stream:
+            self.messages.append(message)
             for started in message.started:
                 assert started.request_id not in self.handles
                 self.handles[started.request_id] = list(started.handles)
@@ -119,8 +129,10 @@ async def running_engine(
     metrics: EngineMetrics | None = None,
     *,
     must_be_ready: bool = True,
+    registration: Registration | None = None,
     **settings: object,
 ) -> AsyncIterator[Engine]:
+    """Run an engine with a fake worker, or with whatever ``registration`` serves."""
     worker = worker or FakeWorker()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
         config = EngineConfig(
@@ -128,7 +140,7 @@ async def running_engine(
             worker_addresses=(f"unix:{folder}/worker",),
             **settings,  # type: ignore[arg-type] # Tests name settings freely; the dataclass checks them.
         )
-        worker_server = make_server(config.worker_addresses[0], [worker.registration()])
+        worker_server = make_server(config.worker_addresses[0], [registration or worker.registration()])
         await worker_server.start()
         client = WorkerClient(config, 0)
         loop = EngineLoop(

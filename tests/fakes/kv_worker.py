@@ -15,7 +15,9 @@ from itertools import accumulate, chain
 import numpy as np
 
 from libs.errors import InvalidLogits, OctavoError
+from libs.logprobs import TokenLogprobs
 from services.engine.core.kv_cache_manager import BlockCopy
+from services.engine.core.logprobs import SlotLogprobs, SlotPromptLogprobs
 from services.engine.core.scheduler_output import NewSequence, SchedulerOutput, SlotFailure, StepResult
 from services.engine.core.step_cost import StepWork
 
@@ -66,8 +68,38 @@ def with_failures(
         return result
     is_kept = ~np.isin(result.slots, list(failed_slots))
     error = error or InvalidLogits("The logits are not numbers.")
+    logprobs = result.output_logprobs
+    if logprobs is not None:
+        is_measured = ~np.isin(logprobs.slots, list(failed_slots))
+        logprobs = SlotLogprobs(logprobs.slots[is_measured], logprobs.tokens.take(is_measured))
     failures = tuple(SlotFailure(slot, error) for slot in output.slots.tolist() if slot in failed_slots)
-    return replace(result, slots=result.slots[is_kept], token_ids=result.token_ids[is_kept], failures=failures)
+    return replace(
+        result,
+        slots=result.slots[is_kept],
+        token_ids=result.token_ids[is_kept],
+        failures=failures,
+        output_logprobs=logprobs,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """Sampling parameters of a request that wants log-probabilities."""
+
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+
+def logprobs_of(digest: int, token_id: int, num_alternatives: int) -> TokenLogprobs:
+    """Return what the worker says of a token after the prefix with this KV."""
+    alternatives = np.arange(num_alternatives)
+    return TokenLogprobs(
+        logprobs=np.array([-((digest ^ token_id) % 4096) / 8], np.float32),
+        ranks=np.array([1 + digest % 100], np.int64),
+        num_alternatives=np.array([num_alternatives], np.int64),
+        alternative_token_ids=(token_id + alternatives) % 1000,
+        alternative_logprobs=(-alternatives / 4 - digest % 7).astype(np.float32),
+    )
 
 
 @dataclass(slots=True)
@@ -80,6 +112,8 @@ class Row:
     num_computed_tokens: int
     block_ids: list[int]
     choice_index: int
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
     # KV of the last computed token, as read from memory.
     last_digest: int = 0
     digests: list[int] = field(default_factory=list)
@@ -96,6 +130,7 @@ class FakeKVWorker:
         self.block_size = block_size
         self.rows: dict[int, Row] = {}
         self.num_copies = 0
+        self._measured: list[tuple[int, int, TokenLogprobs]] = []
         self._sample = sample
         self._seconds_of = seconds_of or always(0.001)
         # Never cleared when a block changes hands, as on an accelerator.
@@ -121,6 +156,7 @@ class FakeKVWorker:
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Copy blocks, then compute a step that was taken."""
         num_readers = Counter(chain.from_iterable(row.block_ids for row in self.rows.values()))
+        self._measured = []
         for copy in output.block_copies:
             self._copy(copy, num_readers)
         for slot, count in zip(output.slots.tolist(), output.num_scheduled_tokens.tolist(), strict=True):
@@ -129,18 +165,28 @@ class FakeKVWorker:
             self._compute(row, count)
         sampled = output.slots[output.is_sampled]
         token_ids = []
+        measured: list[tuple[int, TokenLogprobs]] = []
         for slot in sampled.tolist():
             row = self.rows[slot]
             assert row.num_computed_tokens == len(row.token_ids), f"slot {slot} is sampled before its last token"
             position = len(row.token_ids) - row.num_prompt_tokens
             row.token_ids.append(self._sample(row.last_digest, position, row.choice_index))
             token_ids.append(row.token_ids[-1])
+            if row.num_logprobs is not None:
+                measured.append((slot, logprobs_of(row.last_digest, token_ids[-1], row.num_logprobs)))
         return StepResult(
             step_id=output.step_id,
             slots=sampled,
             token_ids=np.array(token_ids, np.uint32),
             failures=(),
             step_seconds=self._seconds_of(output.work),
+            output_logprobs=SlotLogprobs(
+                np.array([slot for slot, _ in measured], np.int64),
+                TokenLogprobs.joined([tokens for _, tokens in measured]),
+            )
+            if measured
+            else None,
+            prompt_logprobs=self._prompt_logprobs(),
         )
 
     def wrong_contents(self) -> list[str]:
@@ -168,6 +214,7 @@ class FakeKVWorker:
         return self._memory[block * self.block_size : (block + 1) * self.block_size]
 
     def _new_row(self, new: NewSequence, handle: int) -> Row:
+        wanted = new.sampling_params if isinstance(new.sampling_params, WantedLogprobs) else WantedLogprobs()
         return Row(
             handle=handle,
             token_ids=new.token_ids.tolist(),
@@ -175,6 +222,8 @@ class FakeKVWorker:
             num_computed_tokens=new.num_computed_tokens,
             block_ids=list(new.block_ids),
             choice_index=new.choice_index,
+            num_logprobs=wanted.num_logprobs,
+            num_prompt_logprobs=wanted.num_prompt_logprobs if new.wants_prompt_logprobs else None,
         )
 
     def _copy(self, copy: BlockCopy, num_readers: Counter[int]) -> None:
@@ -198,12 +247,34 @@ class FakeKVWorker:
         size, memory, blocks = self.block_size, self._memory, row.block_ids
         digest = memory[blocks[(first - 1) // size] * size + (first - 1) % size] if first else _ROOT
         for position in range(first, last):
+            if row.num_prompt_logprobs is not None and first < position < row.num_prompt_tokens:
+                self._measure(row, position, digest)
             digest = extend_digest(digest, row.token_ids[position])
             place = blocks[position // size] * size + position % size
             memory[place] = digest
             self._writers[place] = row.handle
+        if row.num_prompt_logprobs is not None and last < row.num_prompt_tokens:
+            self._measure(row, last, digest)
         row.last_digest = digest
         row.num_computed_tokens = last
+
+    def _measure(self, row: Row, position: int, digest: int) -> None:
+        assert row.num_prompt_logprobs is not None
+        slot = next(slot for slot, each in self.rows.items() if each is row)
+        self._measured.append(
+            (slot, position, logprobs_of(digest, row.token_ids[position], row.num_prompt_logprobs))
+        )
+
+    def _prompt_logprobs(self) -> SlotPromptLogprobs | None:
+        if not self._measured:
+            return None
+        # An entry for each token: slots may come several times.
+        return SlotPromptLogprobs(
+            slots=np.array([slot for slot, _, _ in self._measured], np.int64),
+            positions=np.array([position for _, position, _ in self._measured], np.int64),
+            num_tokens=np.ones(len(self._measured), np.int64),
+            tokens=TokenLogprobs.joined([tokens for _, _, tokens in self._measured]),
+        )
 
     def _read(self, row: Row) -> list[int]:
         contents = chain.from_iterable(self.block_contents(block) for block in row.block_ids)

@@ -8,6 +8,7 @@ import numpy as np
 
 from services.engine.core.request import Request, StopCriteria
 from services.engine.core.request import Sequence as EngineSequence
+from tests.fakes.kv_worker import WantedLogprobs
 
 
 def make_request(
@@ -25,6 +26,8 @@ def make_request(
     deadline: float | None = None,
     prior_outputs: Sequence[Sequence[int]] = ((),),
     sampling_params: object = None,
+    num_logprobs: int | None = None,
+    num_prompt_logprobs: int | None = None,
 ) -> Request:
     """Build a request; ``prior_outputs`` has one entry for each choice."""
     return Request(
@@ -37,7 +40,9 @@ def make_request(
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
         ),
-        sampling_params=sampling_params,
+        sampling_params=sampling_params or WantedLogprobs(num_logprobs, num_prompt_logprobs),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
         tenant_id=tenant_id,
         priority=priority,
         cache_salt=cache_salt,

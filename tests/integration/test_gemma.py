@@ -63,7 +63,7 @@ def native(source: WeightSource) -> ForwardPass:
 @torch.inference_mode()
 def logits_of(forward_pass: ForwardPass, *parts: Part) -> torch.Tensor:
     batch = flat_batch(parts)
-    return forward_pass.run(batch).logits(batch.is_sampled).clone()
+    return torch.from_numpy(forward_pass.run(batch).logits(batch.is_sampled)).clone()
 
 
 def errors_against_transformers(forward_pass: ForwardPass, lengths: Sequence[int] = LENGTHS) -> torch.Tensor:

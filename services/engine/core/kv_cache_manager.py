@@ -81,11 +81,14 @@ class KVCacheManager:
         """Look up the sequence's full blocks.
 
         A hit is capped one token below what is known, rounded down to blocks: at least one token must be
-        computed, or there would be no logits to sample from.
+        computed, or there would be no logits to sample from. Where a prompt's log-probabilities are still to be
+        reported, logits are needed from there on.
         """
         if not self._enable_prefix_caching:
             return NO_HIT
         max_num_tokens = len(sequence.token_ids) - 1
+        if sequence.num_prompt_logprobs_left:
+            max_num_tokens = sequence.num_prompt_logprobs_reported
         self.hash_known_tokens(sequence)
         blocks = self._pool.find_longest_prefix(sequence.prefix_hashes[: max_num_tokens // self.block_size])
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size, self._pool.count_evictable(blocks))

@@ -38,7 +38,8 @@ class Request:
 
     ``sampling_params`` is opaque here: it is handed to the workers with each new sequence. ``owner`` is the stream
     that asked, ``deadline`` a point on the caller's clock. ``choices`` holds, for each choice, the output ids that
-    were emitted elsewhere before this engine took over.
+    were emitted elsewhere before this engine took over. ``num_logprobs`` and ``num_prompt_logprobs`` are the
+    alternatives beside the log-probabilities of output and prompt tokens; None wants neither.
     """
 
     request_id: str
@@ -52,6 +53,8 @@ class Request:
     shared_prefix: SharedPrefix | None = None
     deadline: float | None = None
     choices: tuple[TokenIds, ...] = field(default_factory=lambda: (np.empty(0, np.uint32),))
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,7 @@ class Sequence:
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    num_prompt_logprobs_reported: int = 0
 
     @property
     def order(self) -> tuple[float, int]:
@@ -121,6 +125,16 @@ class Sequence:
     def max_num_tokens(self) -> int:
         """Prompt and output together, at most."""
         return self.num_prompt_tokens + self.request.stop_criteria.max_output_tokens
+
+    @property
+    def num_prompt_logprobs_left(self) -> int:
+        """Prompt tokens whose log-probabilities are still to be reported.
+
+        They are reported once for a request, with its first choice; one that has output already has had them.
+        """
+        if self.request.num_prompt_logprobs is None or self.choice_index or self.num_prior_output_tokens:
+            return 0
+        return self.num_prompt_tokens - 1 - self.num_prompt_logprobs_reported
 
     def usage(self, *, num_tokens: int, now: float, num_discarded_tokens: int = 0) -> Usage:
         """Sum up at the end, when ``num_tokens`` are known."""

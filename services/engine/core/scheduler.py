@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from libs.errors import (
+    ClientError,
     DeadlineExceeded,
     DuplicateRequest,
     InternalError,
@@ -33,6 +34,7 @@ from services.engine.core.block_layout import ContiguousLayout, PagedLayout
 from services.engine.core.deadlines import DeadlineQueue
 from services.engine.core.finish import FinishRules
 from services.engine.core.kv_cache_manager import KVCacheManager, PrefixHit
+from services.engine.core.logprobs import output_logprobs, prompt_logprobs
 from services.engine.core.output_forecast import OutputForecast
 from services.engine.core.preemption import choose_victim
 from services.engine.core.prefix_work import PrefixWork
@@ -313,7 +315,9 @@ class Scheduler:
         errors = {failure.slot: failure.error for failure in result.failures}
         ends = [self._end_failed(slot, errors[slot], now) for slot in output.slots[is_alive & is_failed].tolist()]
         is_alive &= table.terms[output.slots] == terms
-        self._commit(output.slots[is_alive], output.num_computed_tokens[is_alive])
+        alive_slots = output.slots[is_alive]
+        self._commit(alive_slots, output.num_computed_tokens[is_alive])
+        of_prompts = prompt_logprobs(table, alive_slots, result.prompt_logprobs)
 
         is_answered = is_alive & output.is_sampled
         slots, positions = output.slots[is_answered], output.num_computed_tokens[is_answered]
@@ -321,6 +325,7 @@ class Scheduler:
         table.token_ids[slots, positions] = token_ids
         self._note_first_tokens(slots, now)
         handles, owners = table.handles[slots].copy(), table.owners[slots].copy()
+        of_output = output_logprobs(table, slots, result.output_logprobs)
         is_stopped = self._finish_rules.find_stopped(table, slots, token_ids)
         is_ended = is_stopped | (positions + 1 >= table.max_num_tokens[slots])
         ends += [
@@ -332,7 +337,7 @@ class Scheduler:
             )
             for index in np.flatnonzero(is_ended).tolist()
         ]
-        return StepEvents(output.step_id, handles, owners, token_ids, tuple(ends))
+        return StepEvents(output.step_id, handles, owners, token_ids, tuple(ends), of_output, of_prompts)
 
     # ---- parts of schedule ----
 
@@ -439,7 +444,8 @@ class Scheduler:
         ):
             return self._manager.fork_of(parent.slot, parent.num_prompt_tokens)
         hit = self._manager.find_longest_prefix(sequence)
-        if self.config.enable_prefix_caching:
+        # What must compute its prompt in any case gains nothing from waiting for another that does.
+        if self.config.enable_prefix_caching and not sequence.num_prompt_logprobs_left:
             last_useful = (len(sequence.token_ids) - 1) // self.config.block_size
             common = self._prefix_work.last_common(sequence.prefix_hashes[len(hit.block_ids) : last_useful])
             if common is not None:
@@ -473,6 +479,7 @@ class Scheduler:
                 sampling_params=sequence.request.sampling_params,
                 choice_index=sequence.choice_index,
                 is_resumed=sequence.num_preemptions > 0,
+                wants_prompt_logprobs=sequence.num_prompt_logprobs_left > 0,
             )
         )
 
@@ -545,6 +552,8 @@ class Scheduler:
         for slot in slots[~self._table.has_first_token[slots]].tolist():
             sequence = self._table.sequence_at(slot)
             sequence.first_token_time = now
+            if sequence.num_prompt_logprobs_left:
+                raise InternalError(f"Slot {slot} has a token before all log-probabilities of its prompt.")
             self._queue.wake(_prompt_of(sequence))
         self._table.has_first_token[slots] = True
 
@@ -585,8 +594,10 @@ class Scheduler:
         )
 
     def _end_failed(self, slot: int, error: OctavoError, now: float) -> SequenceEnd:
-        # Nobody knows where the numbers went wrong: no block of this sequence may be found again.
-        self._manager.forget(slot)
+        # Nobody knows where numbers went wrong: no block of this sequence may be found again. What a client asked
+        # for spoils none, and must not cost others their prefix.
+        if not isinstance(error, ClientError):
+            self._manager.forget(slot)
         return self._end(self._table.sequence_at(slot), now, error=error)
 
     def _leave_slot(self, sequence: Sequence) -> None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from libs.errors import OctavoError
 from services.engine.core.kv_cache_manager import BlockCopy
+from services.engine.core.logprobs import HandleLogprobs, SlotLogprobs, SlotPromptLogprobs
 from services.engine.core.request import SequenceEnd, TokenIds
 from services.engine.core.sequence_table import Slots
 from services.engine.core.step_cost import StepWork
@@ -18,7 +19,8 @@ from services.engine.core.step_cost import StepWork
 class NewSequence:
     """A sequence that the workers do not know yet, with the blocks of its prefix hit.
 
-    ``is_resumed`` says that they did know it once, before it was preempted.
+    ``is_resumed`` says that they did know it once, before it was preempted; ``wants_prompt_logprobs`` that its
+    prompt's log-probabilities are still to be reported.
     """
 
     slot: int
@@ -29,6 +31,7 @@ class NewSequence:
     sampling_params: object
     choice_index: int
     is_resumed: bool = False
+    wants_prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class SlotFailure:
 class StepResult:
     """What the workers made of a step: one token for each sampled slot, in the order of the step.
 
-    Those in ``failures`` gave none.
+    Those in ``failures`` gave none. Log-probabilities are None when the workers measured none.
     """
 
     step_id: int
@@ -80,6 +83,8 @@ class StepResult:
     token_ids: TokenIds
     failures: tuple[SlotFailure, ...]
     step_seconds: float
+    output_logprobs: SlotLogprobs | None = None
+    prompt_logprobs: SlotPromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +106,5 @@ class StepEvents:
     owners: npt.NDArray[np.int64]
     token_ids: TokenIds
     ends: tuple[SequenceEnd, ...]
+    output_logprobs: HandleLogprobs | None = None
+    prompt_logprobs: HandleLogprobs | None = None

@@ -36,6 +36,8 @@ class SequenceTable:
         self.owners = np.zeros(max_num_seqs, np.int64)
         self.ignores_eos = np.zeros(max_num_seqs, np.bool_)
         self.has_stop_token_ids = np.zeros(max_num_seqs, np.bool_)
+        self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
+        self.num_wanting_logprobs = 0
         self.arrival_numbers = np.zeros(max_num_seqs, np.int64)
         self.priorities = np.zeros(max_num_seqs, np.int64)
         self.place_times = np.zeros(max_num_seqs, np.float64)
@@ -87,6 +89,8 @@ class SequenceTable:
         self.owners[slot] = sequence.request.owner
         self.ignores_eos[slot] = sequence.request.stop_criteria.ignore_eos
         self.has_stop_token_ids[slot] = bool(sequence.request.stop_criteria.stop_token_ids)
+        self.wants_logprobs[slot] = sequence.request.num_logprobs is not None
+        self.num_wanting_logprobs += sequence.request.num_logprobs is not None
         self.has_first_token[slot] = sequence.first_token_time is not None
         self.work_done[slot] = 0
         self.terms[slot] += 1
@@ -103,6 +107,7 @@ class SequenceTable:
         sequence.token_ids = self.known_token_ids(slot).copy()
         sequence.num_computed_tokens_total += int(self.work_done[slot])
         sequence.slot = None
+        self.num_wanting_logprobs -= sequence.request.num_logprobs is not None
         self.handles[slot] = NO_HANDLE
         self.terms[slot] += 1
         self.sequences[slot] = None

@@ -8,6 +8,9 @@ from libs.errors import ContextLengthExceeded, InvalidRequest, RequestNeverFits
 from services.engine.core.request import Request
 from services.engine.core.scheduler_config import SchedulerConfig
 
+# Alternatives beside a token's log-probability at most: what one request adds to a step stays small.
+MAX_LOGPROBS = 20
+
 
 def refuse_unservable(request: Request, config: SchedulerConfig, num_blocks_for: Callable[[int], int]) -> None:
     """Raise for a request that no state of the engine could serve.
@@ -41,6 +44,12 @@ def refuse_unservable(request: Request, config: SchedulerConfig, num_blocks_for:
             f"The request may grow to {max_num_tokens} tokens, but the KV cache holds "
             f"{config.num_blocks * config.block_size}. Shorten the prompt or lower the output limit."
         )
+    for param, count in (
+        ("num_logprobs", request.num_logprobs),
+        ("num_prompt_logprobs", request.num_prompt_logprobs),
+    ):
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise InvalidRequest(f"{param} must be from 0 to {MAX_LOGPROBS}, not {count}.", param=param)
     if len(request.choices) > config.max_waiting_sequences:
         raise InvalidRequest(
             f"The request asks for {len(request.choices)} choices; this engine takes "

@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.config import RunnerKind, WorkerConfig, parse_size
+from services.worker.config import (
+    KernelChoice,
+    Quantization,
+    RunnerKind,
+    WeightsType,
+    WorkerConfig,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +38,14 @@ def test_the_cache_size_may_be_given_in_one_way_only() -> None:
     assert WorkerConfig().requested_kv_cache_bytes is None
     with pytest.raises(ValueError, match="not both"):
         WorkerConfig(kv_cache_memory="1KiB", kv_cache_memory_bytes=5)
+
+
+def test_weights_are_quantized_only_where_native_kernels_serve() -> None:
+    assert WorkerConfig(quantization=Quantization.INT8).quantization is Quantization.INT8
+    with pytest.raises(ValueError, match="int8 needs dtype bfloat16, not float32"):
+        WorkerConfig(quantization=Quantization.INT8, dtype=WeightsType.FLOAT32)
+    with pytest.raises(ValueError, match="int8 needs the native kernels; leave kernels at auto"):
+        WorkerConfig(quantization=Quantization.INT8, kernels=KernelChoice.TORCH)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5])

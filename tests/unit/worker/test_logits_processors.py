@@ -4,25 +4,24 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from libs.errors import InvalidRequest
-from services.worker.logits_processors import TokenHistory, make_processors
+from services.worker.logits_processors import TokenHistory, make_rules
 from services.worker.step import SamplingParams
 
 END = 5
 
 
 def changed_logits(params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
-    logits = torch.tensor([1.0, -2.0, 3.0, 0.5, 0.0, 4.0])
+    logits = np.array([1.0, -2.0, 3.0, 0.5, 0.0, 4.0], dtype=np.float32)
     history = TokenHistory(np.array([*prompt, *output], dtype=np.int32), len(prompt))
-    for processor in make_processors(params, [END], vocab_size=6):
-        processor.apply(logits, history)
-    return logits.tolist()
+    make_rules(params, [END], vocab_size=6).edits_after(history).apply(logits)
+    changed: list[float] = logits.tolist()
+    return changed
 
 
-def test_neutral_parameters_make_no_processors() -> None:
-    assert make_processors(SamplingParams(temperature=0.7, top_p=0.9), [END], vocab_size=6) == ()
+def test_neutral_parameters_change_nothing() -> None:
+    assert make_rules(SamplingParams(temperature=0.7, top_p=0.9), [END], vocab_size=6).are_neutral
 
 
 def test_bias_is_added() -> None:
@@ -70,7 +69,7 @@ def test_ignored_eos_is_not_masked() -> None:
 def test_last_token_of_a_begun_bad_word_is_masked() -> None:
     params = SamplingParams(bad_words=((4,), (1, 2, 3), (0, 2)))
 
-    logits = changed_logits(params, [9, 1], [2])
+    logits = changed_logits(params, [4, 1], [2])
 
     assert logits == [1.0, -2.0, 3.0, -math.inf, -math.inf, 4.0]
 
@@ -86,7 +85,7 @@ def test_last_token_of_a_begun_bad_word_is_masked() -> None:
 )
 def test_ids_outside_the_vocabulary_are_refused(params: SamplingParams) -> None:
     with pytest.raises(InvalidRequest, match="vocabulary has 6"):
-        make_processors(params, [END], vocab_size=6)
+        make_rules(params, [END], vocab_size=6)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +104,8 @@ def test_ids_outside_the_vocabulary_are_refused(params: SamplingParams) -> None:
         {"logit_bias": ((1, math.nan),)},
         {"bad_words": ((),)},
         {"seed": 2**64},
+        {"num_logprobs": -1},
+        {"num_prompt_logprobs": -1},
     ],
 )
 def test_values_out_of_range_are_refused(values: dict[str, object]) -> None:

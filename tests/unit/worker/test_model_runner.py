@@ -8,7 +8,7 @@ import torch
 
 from libs.errors import InternalError, ModelLoadFailed
 from services.worker import model_runner
-from services.worker.config import WeightsType, WorkerConfig
+from services.worker.config import Quantization, WeightsType, WorkerConfig
 from services.worker.kv_cache import MemoryState
 from services.worker.model_runner import TorchRunner
 from services.worker.step import LoadedModel, LoadProgress, SamplingParams, SequenceFailure
@@ -25,7 +25,9 @@ FILTERED = SamplingParams(temperature=0.8, top_p=0.9, seed=78, repetition_penalt
 def make_runner(folder: Path, **config: object) -> tuple[TorchRunner, LoadedModel]:
     values: dict[str, object] = {"dtype": WeightsType.FLOAT32, "kv_cache_memory": "4MiB", "num_threads": 1}
     runner = TorchRunner(WorkerConfig(model=str(folder), **(values | config)))  # type: ignore[arg-type]
-    return runner, runner.load(load_request(), lambda progress: None)
+    model = runner.load(load_request(), lambda progress: None)
+    runner.wait_until_settled()
+    return runner, model
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,8 @@ def test_loading_tells_what_there_is(folder: Path) -> None:
     assert (model.max_model_len, model.vocab_size, model.block_size) == (100, VOCAB_SIZE, 4)
     assert model.eos_token_ids == (END_TOKEN_ID,)
     assert len(model.tokenizer_digest) == 32
-    assert model.weights_bytes == sum(p.numel() * 2 for p in random_llama().parameters())
+    # Vectors, which are norms, stay in fp32.
+    assert model.weights_bytes == sum(p.numel() * (4 if p.dim() == 1 else 2) for p in random_llama().parameters())
     assert reports[-1].loaded_bytes == reports[-1].total_bytes > 0
 
 
@@ -97,6 +100,22 @@ def test_weights_larger_than_memory_are_refused(folder: Path, monkeypatch: pytes
     runner = TorchRunner(WorkerConfig(model=str(folder), kv_cache_memory="1MiB"))
 
     with pytest.raises(ModelLoadFailed, match="only 1000 bytes"):
+        runner.load(load_request(), lambda progress: None)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "refusal"),
+    # In int8 there is room for them; what is refused then is the cache beside them.
+    [(Quantization.NONE, "The weights take"), (Quantization.INT8, "The KV cache was asked to take")],
+)
+def test_weights_are_measured_in_the_format_in_which_they_are_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: Quantization, refusal: str
+) -> None:
+    num_parameters = sum(p.numel() for p in random_llama().parameters())
+    monkeypatch.setattr(model_runner, "measure_memory", lambda: MemoryState(10**9, num_parameters * 3 // 2))
+    runner = TorchRunner(WorkerConfig(model=str(folder), kv_cache_memory="1MiB", quantization=quantization))
+
+    with pytest.raises(ModelLoadFailed, match=refusal):
         runner.load(load_request(), lambda progress: None)
 
 

@@ -27,17 +27,17 @@ def sample(
     histories = {
         row: TokenHistory(np.array([2], dtype=np.int32), 1)
         for row in range(len(params))
-        if sampler.has_processors(row)
+        if sampler.needs_history(row)
     }
     rows = sampler.sample(
-        logits.clone(),
+        logits.numpy(),
         np.arange(len(params)),
         np.array(positions or [0] * len(params), dtype=np.int64),
         histories,
     )
     return [
         int(token_id) if is_valid else None
-        for token_id, is_valid in zip(rows.token_ids, rows.is_valid, strict=True)
+        for token_id, is_valid in zip(rows.token_ids, rows.is_sampled, strict=True)
     ]
 
 
@@ -230,5 +230,5 @@ def test_a_slot_forgets_the_parameters_of_its_last_sequence() -> None:
 
     sampler.add(0, SamplingParams(), 0)
 
-    assert not sampler.has_processors(0)
-    assert sampler.sample(logits, np.array([0]), np.array([0]), {}).token_ids.tolist() == [0]
+    assert not sampler.needs_history(0)
+    assert sampler.sample(logits.numpy(), np.array([0]), np.array([0]), {}).token_ids.tolist() == [0]

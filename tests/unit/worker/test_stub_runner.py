@@ -202,3 +202,34 @@ def test_more_context_than_configured_is_refused() -> None:
 
     with pytest.raises(ModelLoadFailed, match="64"):
         runner.load(load_request(max_model_len=65), lambda progress: None)
+
+
+def test_logprobs_follow_the_written_rule_in_any_chunks() -> None:
+    params = SamplingParams(num_logprobs=3, num_prompt_logprobs=1)
+    rule = TokenRule(17, 94)
+    prompt = [30, 31, 110, 40_000, 35]
+
+    def expected(position: int) -> int:
+        return rule.next_token_id(np.array(prompt[:position], dtype=np.int32), 0)
+
+    measured = []
+    for max_tokens_each in (100, 2):
+        engine = SmallEngine(*make_stub())
+        engine.add(0, prompt, params)
+        results = [engine.run_step(max_tokens_each) for _ in range(-(-len(prompt) // max_tokens_each))]
+        measured.append([rank for result in results for rank in result.prompt_logprobs.tokens.ranks.tolist()])
+
+    assert (
+        measured[0]
+        == measured[1]
+        == [
+            *(1 + (token_id - expected(position)) % 94 for position, token_id in enumerate(prompt[1:3], 1)),
+            95,  # not one of the ids that the stub emits
+            1 + (35 - expected(4)) % 94,
+        ]
+    )
+    output = results[-1].logprobs
+    assert output.slots.tolist() == [0]
+    assert output.tokens.ranks.tolist() == [1]
+    assert output.tokens.alternative_logprobs.tolist() == [-0.5, -1.0, -1.5]
+    assert output.tokens.alternative_token_ids[0] == results[-1].token_ids[0]

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from libs.errors import InvalidRequest, UnsupportedField
+from libs.logprobs import TokenLogprobs
 from libs.protogen.generation.v1 import generation_pb2
 from libs.protogen.worker.v1 import worker_pb2
 from services.worker import wire
 from services.worker.step import (
     FailedSequence,
+    OutputLogprobs,
+    PromptLogprobs,
+    SampledTokens,
     SamplingParams,
     SequenceFailure,
     StepResult,
@@ -73,6 +78,8 @@ def test_all_served_parameters_arrive() -> None:
             logit_bias={8: 2.0},
             allowed_token_ids=[1, 2],
             bad_words=[generation_pb2.TokenSequence(token_ids=[5, 6])],
+            num_logprobs=0,
+            num_prompt_logprobs=2,
         )
     )
 
@@ -93,6 +100,8 @@ def test_all_served_parameters_arrive() -> None:
         logit_bias=((8, 2.0),),
         allowed_token_ids=(1, 2),
         bad_words=((5, 6),),
+        num_logprobs=0,
+        num_prompt_logprobs=2,
     )
 
 
@@ -107,8 +116,6 @@ def test_every_parameter_is_either_served_or_refused() -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        generation_pb2.SamplingParams(num_logprobs=0),
-        generation_pb2.SamplingParams(num_prompt_logprobs=2),
         generation_pb2.SamplingParams(grammar=generation_pb2.Grammar(regex="a+")),
     ],
 )
@@ -129,12 +136,17 @@ def test_a_value_out_of_range_refuses_its_sequence() -> None:
 
 
 def test_a_result_leaves_as_arrays() -> None:
+    tokens = TokenLogprobs(
+        np.array([-1.5], np.float32), ints(3), ints(2), ints(8, 9), np.array([-0.25, -1.0], np.float32)
+    )
     result = StepResult(
         step_id=4,
         slots=ints(1, 0),
         num_tokens=ints(1, 1),
         token_ids=ints(40, 41),
         failed_sequences=(FailedSequence(7, SequenceFailure.INVALID_LOGITS, "no numbers"),),
+        logprobs=OutputLogprobs(ints(0), tokens),
+        prompt_logprobs=PromptLogprobs(ints(1), ints(5), ints(1), tokens),
         num_computed_tokens=2,
         duration_seconds=0.25,
     )
@@ -145,6 +157,27 @@ def test_a_result_leaves_as_arrays() -> None:
     assert message.step_duration.nanos == 250_000_000
     (failed,) = message.failed_sequences
     assert (failed.slot, failed.failure) == (7, worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS)
+    assert list(message.output_logprobs.slots) == [0]
+    prompt = message.prompt_logprobs
+    assert (list(prompt.slots), list(prompt.positions), list(prompt.num_tokens)) == ([1], [5], [1])
+    for sent in (message.output_logprobs.tokens, prompt.tokens):
+        assert (list(sent.logprobs), list(sent.ranks), list(sent.num_alternatives)) == ([-1.5], [3], [2])
+        assert (list(sent.alternative_token_ids), list(sent.alternative_logprobs)) == ([8, 9], [-0.25, -1.0])
+
+
+def test_a_step_in_which_nobody_wants_logprobs_says_nothing_of_them() -> None:
+    result = StepResult.of(
+        wire.step_input_of(worker_pb2.ExecuteStepsRequest(step_id=1)),
+        SampledTokens(ints(2), ints(40), (), OutputLogprobs.none(), PromptLogprobs.none()),
+        (),
+        num_computed_tokens=1,
+        duration_seconds=0.1,
+    )
+
+    message = wire.step_response(result)
+
+    assert not message.HasField("output_logprobs")
+    assert not message.HasField("prompt_logprobs")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ class _SequenceFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Seque
     """Logits were NaN or infinite."""
     SEQUENCE_FAILURE_UNSUPPORTED: _SequenceFailure.ValueType  # 2
     """Its sampling parameters ask for what this worker does not serve."""
+    SEQUENCE_FAILURE_NO_TOKEN_LEFT: _SequenceFailure.ValueType  # 3
+    """Grammar, masks and bans together left no token."""
 
 class SequenceFailure(_SequenceFailure, metaclass=_SequenceFailureEnumTypeWrapper):
     """SequenceFailure says why a sequence could not go on."""
@@ -43,6 +45,8 @@ SEQUENCE_FAILURE_INVALID_LOGITS: SequenceFailure.ValueType  # 1
 """Logits were NaN or infinite."""
 SEQUENCE_FAILURE_UNSUPPORTED: SequenceFailure.ValueType  # 2
 """Its sampling parameters ask for what this worker does not serve."""
+SEQUENCE_FAILURE_NO_TOKEN_LEFT: SequenceFailure.ValueType  # 3
+"""Grammar, masks and bans together left no token."""
 Global___SequenceFailure: _TypeAlias = SequenceFailure  # noqa: Y015
 
 @_typing.final
@@ -315,7 +319,7 @@ class NewSequence(_message.Message):
 
     @_builtins.property
     def sampling_params(self) -> _generation_pb2.SamplingParams:
-        """How to sample."""
+        """How to sample. num_prompt_logprobs is set only where the prompt's are still to be reported."""
 
     def __init__(
         self,
@@ -348,6 +352,8 @@ class ExecuteStepsResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FAILED_SEQUENCES_FIELD_NUMBER: _builtins.int
     STEP_DURATION_FIELD_NUMBER: _builtins.int
+    OUTPUT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     @_builtins.property
@@ -370,6 +376,14 @@ class ExecuteStepsResponse(_message.Message):
     def step_duration(self) -> _duration_pb2.Duration:
         """Time of the whole step in the worker."""
 
+    @_builtins.property
+    def output_logprobs(self) -> Global___SlotLogprobs:
+        """Log-probabilities of the tokens of those slots that want them."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___SlotPromptLogprobs:
+        """Log-probabilities of prompt tokens whose predecessors were computed in this step."""
+
     def __init__(
         self,
         *,
@@ -379,14 +393,88 @@ class ExecuteStepsResponse(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         failed_sequences: _abc.Iterable[Global___FailedSequence] | None = ...,
         step_duration: _duration_pb2.Duration | None = ...,
+        output_logprobs: Global___SlotLogprobs | None = ...,
+        prompt_logprobs: Global___SlotPromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["step_duration", b"step_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "step_duration", b"step_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_sequences", b"failed_sequences", "num_tokens", b"num_tokens", "slots", b"slots", "step_duration", b"step_duration", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_sequences", b"failed_sequences", "num_tokens", b"num_tokens", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "step_duration", b"step_duration", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExecuteStepsResponse: _TypeAlias = ExecuteStepsResponse  # noqa: Y015
+
+@_typing.final
+class SlotLogprobs(_message.Message):
+    """SlotLogprobs are those of a step's tokens, where they are wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The slots, in the order of the step's sampled slots."""
+
+    @_builtins.property
+    def tokens(self) -> _generation_pb2.TokenLogprobs:
+        """An entry for each token of each of these slots, in order."""
+
+    def __init__(
+        self,
+        *,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _generation_pb2.TokenLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotLogprobs: _TypeAlias = SlotLogprobs  # noqa: Y015
+
+@_typing.final
+class SlotPromptLogprobs(_message.Message):
+    """SlotPromptLogprobs are those of prompt tokens: of num_tokens[i] of slots[i] from positions[i] on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The slots."""
+
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Position in the prompt of the first token of each."""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many tokens of each."""
+
+    @_builtins.property
+    def tokens(self) -> _generation_pb2.TokenLogprobs:
+        """The entries, one slot after the other."""
+
+    def __init__(
+        self,
+        *,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _generation_pb2.TokenLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "positions", b"positions", "slots", b"slots", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotPromptLogprobs: _TypeAlias = SlotPromptLogprobs  # noqa: Y015
 
 @_typing.final
 class FailedSequence(_message.Message):

@@ -42,10 +42,23 @@ _SANITIZER_FLAGS = (
 _BINDING_FLAGS = ("-Os", *_FLAGS[1:3], "-fvisibility=hidden", "-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS")
 _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
 _X86_UNITS = {
+    "sampling_avx2.cpp": ("-mavx2", "-mfma"),
+    "sampling_avx512.cpp": _AVX512_FLAGS,
     "step_avx2.cpp": ("-mavx2", "-mfma"),
     "step_avx512.cpp": _AVX512_FLAGS,
     "step_amx.cpp": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
+
+
+_ANY_PROCESSOR_UNITS = (
+    "sampling_portable.cpp",
+    "step_portable.cpp",
+    "sampler.cpp",
+    "model.cpp",
+    "packing.cpp",
+    "memory.cpp",
+    "pool.cpp",
+)
 
 
 class BuildFailed(Exception):
@@ -127,10 +140,7 @@ def _compile(compiler: str, folder: Path) -> list[Path]:
     units: list[tuple[Path, list[str]]] = [
         (_SOURCES / name, [*flags, *isa_flags]) for name, isa_flags in (_X86_UNITS.items() if is_x86 else ())
     ]
-    units += [
-        (_SOURCES / name, flags)
-        for name in ("step_portable.cpp", "model.cpp", "packing.cpp", "memory.cpp", "pool.cpp")
-    ]
+    units += [(_SOURCES / name, flags) for name in _ANY_PROCESSOR_UNITS]
     units.append((_SOURCES / "module.cpp", [*flags, "-Os", *include]))
     units.append((nanobind_source / "nb_combined.cpp", [*_BINDING_FLAGS, *include, robin_map]))
     # The slowest first, as many at once as there are cores.

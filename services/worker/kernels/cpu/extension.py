@@ -98,8 +98,16 @@ class NativeModel(Protocol):
         """Compute a step into ``logits`` (a row for each sampled row) and ``is_finite`` (one for each token)."""
         ...
 
+    def head(self, *, rows: Int64Vector, logits: NDArray[np.float32]) -> None:
+        """Compute the logits of rows of the last step, ``[num_rows, vocab_size]``."""
+        ...
+
     def read_bandwidth(self, num_bytes: int, num_rounds: int) -> float:
         """Measure how many bytes a second all threads read; the best of several rounds."""
+        ...
+
+    def weight_bandwidth(self, max_bytes: int, num_rounds: int) -> float:
+        """Measure the same over the packed weights, at most ``max_bytes`` of them; needs no memory of its own."""
         ...
 
     def multiply_rate(self, num_rounds: int, quantization: str = "none") -> float:
@@ -145,11 +153,106 @@ class NativeActivations(Protocol):
     GELU_TANH: object
 
 
+class EditArrays(Protocol):
+    """The edits of a step's rows, handed over."""
+
+
+class EditArraysFactory(Protocol):
+    """The constructor of ``EditArrays``."""
+
+    def __call__(
+        self,
+        *,
+        rows: Int64Vector,
+        masks: NDArray[np.int32],
+        mask_counts: Int64Vector,
+        banned_ids: Int64Vector,
+        ban_counts: Int64Vector,
+        bias_ids: Int64Vector,
+        biases: FloatVector,
+        bias_counts: Int64Vector,
+        penalties: NDArray[np.float64],
+        history: NDArray[np.int32],
+        history_counts: Int64Vector,
+        num_prompt_tokens: Int64Vector,
+    ) -> EditArrays:
+        """Keep the arrays; what belongs to a row lies after what belongs to those before it."""
+        ...
+
+
+class MeasuredArrays(Protocol):
+    """Room for the log-probabilities of a step's rows, handed over."""
+
+
+class MeasuredArraysFactory(Protocol):
+    """The constructor of ``MeasuredArrays``."""
+
+    def __call__(
+        self,
+        *,
+        num_alternatives: Int64Vector,
+        logprobs: FloatVector,
+        ranks: Int64Vector,
+        alternative_ids: NDArray[np.int64],
+        alternative_logprobs: NDArray[np.float32],
+    ) -> MeasuredArrays:
+        """Keep the arrays, which have a row for each row; a count below 0 wants none."""
+        ...
+
+
+class NativeSampler(Protocol):
+    """The sampler of one vocabulary and its threads."""
+
+    def sample(
+        self,
+        *,
+        logits: NDArray[np.float32],
+        inverse_temperatures: FloatVector,
+        top_k: Int64Vector,
+        top_p: NDArray[np.float64],
+        least_scores: FloatVector,
+        draw_keys: NDArray[np.uint32],
+        edits: EditArrays,
+        measured: MeasuredArrays,
+        token_ids: Int64Vector,
+        statuses: NDArray[np.uint8],
+    ) -> None:
+        """Choose a token for each row of ``logits`` ``[num_rows, vocab_size]`` into the last three."""
+        ...
+
+    def measure(
+        self,
+        *,
+        logits: NDArray[np.float32],
+        token_ids: Int64Vector,
+        measured: MeasuredArrays,
+        is_finite: NDArray[np.uint8],
+    ) -> None:
+        """Measure a token of each row into the last two."""
+        ...
+
+
+class NativeSamplerFactory(Protocol):
+    """The constructor of ``NativeSampler``."""
+
+    def __call__(
+        self, *, vocab_size: int, num_threads: int, model: NativeModel | None, kernels: str
+    ) -> NativeSampler:
+        """Make a sampler on the threads of ``model``, which must be complete, or on its own.
+
+        An empty ``kernels`` chooses the fastest that this processor has.
+        """
+        ...
+
+
 class Extension(Protocol):
     """The module."""
 
     NativeModel: NativeModelFactory
     Activation: NativeActivations
+    EditArrays: EditArraysFactory
+    MeasuredArrays: MeasuredArraysFactory
+    NativeSampler: NativeSamplerFactory
 
     def multiply_rows(
         self,
@@ -169,6 +272,10 @@ class Extension(Protocol):
 
     def supported_kernels(self) -> list[str]:
         """Return the names of the instruction sets that this processor can run, the fastest first."""
+        ...
+
+    def supported_row_kernels(self) -> list[str]:
+        """Return the same for the sampler's."""
         ...
 
 

@@ -5,6 +5,7 @@ Owns handing over weights and arrays. It must not know how the kernels compute o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +22,15 @@ from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.rotary import rotary_amplitude, rotary_frequencies
 from services.worker.models.description import Activation, Attention, FeedForward, Norm, Projection, describe
 from services.worker.models.parameters import read_bias, read_norm, read_weight
+from services.worker.step_work import MachineLimits
 from services.worker.weights import ModelConfig, WeightReader
+from services.worker.work_counter import WeightSizes
 
 _log = get_logger("native_kernels")
 
 _HEAD_MULTIPLE = 32
+_PROBE_BYTES = 256 * 2**20
+_PROBE_ROUNDS = 3
 
 
 def reason_against(
@@ -58,7 +63,8 @@ class NativeForwardPass:
         quantization: Quantization = Quantization.NONE,
     ) -> None:
         self._config = config
-        self._model = _load(
+        self._quantization = quantization
+        self._model, self._weight_sizes = _load(
             extension,
             config,
             reader,
@@ -69,6 +75,7 @@ class NativeForwardPass:
         )
         # Kept from step to step: to touch new memory costs more than to fill it.
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+        self._row_logits = np.empty((0, config.vocab_size), dtype=np.float32)
         _log.info(
             "native kernels ready",
             kernels=self._model.kernels,
@@ -86,6 +93,18 @@ class NativeForwardPass:
     def native_model(self) -> NativeModel:
         """The native side, for probes of the machine."""
         return self._model
+
+    @property
+    def weight_sizes(self) -> WeightSizes:
+        """Bytes of the packed weights."""
+        return self._weight_sizes
+
+    def measure_limits(self) -> MachineLimits:
+        """Measure how fast all threads read the weights and multiply; takes some hundredths of a second."""
+        return MachineLimits(
+            bytes_per_second=self._model.weight_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS),
+            operations_per_second=self._model.multiply_rate(_PROBE_ROUNDS, self._quantization.value),
+        )
 
     def make_cache(self, plan: KVCachePlan) -> KVCache:
         """Allocate the KV cache in the kernels' layout and use it from now on."""
@@ -113,7 +132,16 @@ class NativeForwardPass:
             is_finite=is_finite,
         )
         by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite.view(np.bool_), batch.first_rows)
-        return NativeForwarded(is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits)
+        return NativeForwarded(
+            is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits, head=self._head
+        )
+
+    def _head(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        if len(self._row_logits) < len(rows):
+            self._row_logits = np.empty((len(rows), self._config.vocab_size), dtype=np.float32)
+        logits = self._row_logits[: len(rows)]
+        self._model.head(rows=rows, logits=logits)
+        return logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,10 +152,16 @@ class NativeForwarded:
     is_sampled: NDArray[np.bool_]  # [num_seqs]
     sampled_logits: NDArray[np.float32]  # [number of sampled sequences, vocab_size]
 
-    def logits(self, is_chosen: NDArray[np.bool_]) -> Tensor:
+    head: Callable[[NDArray[np.int64]], NDArray[np.float32]]
+
+    def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return the logits of some of the sampled sequences."""
         chosen = is_chosen[self.is_sampled]
-        return torch.from_numpy(self.sampled_logits if chosen.all() else self.sampled_logits[chosen])
+        return self.sampled_logits if chosen.all() else self.sampled_logits[chosen]
+
+    def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Compute the logits of any rows of the step, which must be the last one."""
+        return self.head(rows)
 
 
 def _load(
@@ -139,7 +173,7 @@ def _load(
     num_threads: int,
     kernels: str,
     quantization: Quantization,
-) -> NativeModel:
+) -> tuple[NativeModel, WeightSizes]:
     """Turn the model's description into a plan, packing each weight as it is read."""
     description = describe(config)
     rotaries = description.rotaries
@@ -159,17 +193,21 @@ def _load(
     )
     parameters = _Parameters(reader)
     model.set_embedding(parameters.weight(description.embedding), description.embedding_scale)
+    embedding_bytes = model.weight_bytes
     for operation in description.operations:
         if isinstance(operation, Attention):
             _add_attention(model, operation, rotaries.index(operation.rotary), parameters)
         else:
             _add_feed_forward(model, operation, extension, parameters)
+    layers_bytes = model.weight_bytes - embedding_bytes
     head = None if description.head is None else parameters.weight(description.head)
     model.set_head(parameters.norm(description.final_norm), head)
     for name in description.unused:
         reader.skip(name)
     reader.finish()
-    return model
+    # A head of its own was packed last; otherwise the embedding is read as the head.
+    head_bytes = model.weight_bytes - layers_bytes - (0 if head is None else embedding_bytes)
+    return model, WeightSizes(layers_bytes=layers_bytes, head_bytes=head_bytes)
 
 
 def _add_attention(model: NativeModel, operation: Attention, rotation: int, parameters: _Parameters) -> None:

@@ -115,4 +115,4 @@ class NativeLlama:
         batch = flat_batch(parts, self._block_size)
         forwarded = self.forward_pass.run(batch)
         assert forwarded.is_finite.all()
-        return forwarded.logits(batch.is_sampled).clone()
+        return torch.from_numpy(forwarded.logits(batch.is_sampled)).clone()

@@ -144,8 +144,9 @@ class Sequences:
         return Part(self.token_ids[index][:end], start, self.block_ids[index])
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(
+    ("num_threads", "quantization"), [(1, Quantization.NONE), (3, Quantization.NONE), (2, Quantization.INT8)]
+)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_row_does_not_depend_on_its_batch_or_on_chunks(
     tmp_path: Path, kernels: str, num_threads: int, quantization: Quantization
@@ -230,7 +231,7 @@ def test_a_row_that_is_not_a_number_is_told_and_spoils_no_other(tmp_path: Path, 
     forwarded = native.forward_pass.run(batch)
 
     assert forwarded.is_finite.tolist() == [True, False, True]
-    assert torch.equal(forwarded.logits(np.array([True, False, True]))[:1], alone)
+    assert np.array_equal(forwarded.logits(np.array([True, False, True]))[:1], alone.numpy())
 
 
 def _call(native: NativeLlama, **changes: Any) -> None:

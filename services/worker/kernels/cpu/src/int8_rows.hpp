@@ -76,13 +76,21 @@ OCTAVO_INLINE uint32_t sum_of(IntVec v) {
     return sum;
 }
 
-// Stores the low byte of each lane.
+// Stores the low byte of each lane. Where there are instructions for it they are named: the compiler takes lanes one by
+// one (GCC 12).
 OCTAVO_INLINE void store_bytes(char* to, IntVec v) {
-    unroll<kParts>([&](auto index) __attribute__((always_inline)) {
-        constexpr int i = decltype(index)::value;
-        const Bytes bytes = __builtin_convertvector(v.part[i], Bytes);
-        __builtin_memcpy(to + i * kPartLanes, &bytes, sizeof(bytes));
-    });
+#if defined(OCTAVO_AVX512)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v.part[0]));
+#elif defined(OCTAVO_AVX2)
+    const __m256i low_bytes = _mm256_set1_epi32(0x0c080400);
+    for (int i = 0; i < kParts; ++i) {
+        const __m256i bytes = _mm256_shuffle_epi8((__m256i)v.part[i], low_bytes);
+        const int32_t halves[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
+        __builtin_memcpy(to + i * kPartLanes, halves, sizeof(halves));
+    }
+#else
+    for (int i = 0; i < kLanes; ++i) to[i] = (char)v.part[i / kPartLanes][i % kPartLanes];
+#endif
 }
 
 // Writes num_inputs int8 values and their RowScale; inputs beyond the num_values that there are count as zeros.
@@ -152,8 +160,8 @@ struct Scaled {
     }
 
     static OCTAVO_INLINE Vec scaled(const IntVec& sums, RowScale row, Vec columns) {
-        // The weight's values have 128 added.
-        const int32_t offset = 128 * row.sum;
+        // The weight's values have 128 added. Where the scale is none the sum may be anything.
+        const int32_t offset = (int32_t)(128u * (uint32_t)row.sum);
         OCTAVO_PARTS(__builtin_convertvector(sums.part[i] - offset, Part) * (columns.part[i] * row.scale));
     }
 };

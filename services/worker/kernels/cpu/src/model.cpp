@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <stdexcept>
 
 #if defined(__linux__)
@@ -48,6 +49,8 @@ void append_gated(Columns& columns, const Matrix& gate, const Matrix& up) {
         for (const Matrix* matrix : {&gate, &up})
             for (int i = 0; i < half_panel; ++i) columns.push_back(row_or_null(*matrix, first + i));
 }
+
+size_t bytes_of(const Panels& panels) { return (size_t)panels.num_panels * (size_t)panels.panel_bytes; }
 
 // Puts the biases of heads in the order of append_rotated.
 float* rotate_bias(float* to, Values bias, int head_dim) {
@@ -352,13 +355,18 @@ void NativeModel::reserve(int64_t num_tokens) {
                   produced_.as<float>(), scratch_.as<char>(), scratch_bytes(shape, max_inputs_)};
 }
 
-void NativeModel::run(const StepArrays& arrays) {
-    if (!arrays.num_tokens) return;
-    check_step(arrays);
+Pool& NativeModel::pool() {
     if (!pool_) {
         pool_ = std::make_unique<Pool>(num_threads_, 3 * (int)operations_.size() + 1);
         scratch_.reserve(scratch_bytes(model_.shape, max_inputs_) * num_threads_);
     }
+    return *pool_;
+}
+
+void NativeModel::run(const StepArrays& arrays) {
+    if (!arrays.num_tokens) return;
+    check_step(arrays);
+    pool();
     make_tiles(arrays);
     reserve(arrays.num_tokens);
     model_.operations = operations_.data();
@@ -377,6 +385,21 @@ void NativeModel::run(const StepArrays& arrays) {
                          arrays.is_finite};
     const Step step = {&model_, &batch, &workspace_, pool_.get()};
     pool_->run([&](int thread) { kernels_.run_step(step, thread); });
+    num_rows_of_last_step_ = arrays.num_tokens;
+}
+
+void NativeModel::run_head(const int64_t* rows, int64_t num_rows, float* logits) {
+    if (!num_rows) return;
+    // As many rows as the step had have room in the workspace.
+    require(num_rows <= num_rows_of_last_step_, "There are more rows than the last step had.");
+    for (int64_t i = 0; i < num_rows; ++i)
+        require(rows[i] >= 0 && rows[i] < num_rows_of_last_step_, "A row is not one of the last step's.");
+    Batch batch{};
+    batch.sampled_rows = rows;
+    batch.num_sampled_rows = (int)num_rows;
+    batch.logits = logits;
+    const Step step = {&model_, &batch, &workspace_, pool_.get()};
+    pool_->run([&](int thread) { kernels_.run_head(step, thread); });
 }
 
 double NativeModel::read_bandwidth(size_t num_bytes, int num_rounds) {
@@ -391,6 +414,36 @@ double NativeModel::read_bandwidth(size_t num_bytes, int num_rounds) {
             sums[(size_t)thread] = kernels_.read_memory(memory.as<char>() + (size_t)thread * share, share);
         });
         best = std::max(best, (double)share * num_threads_ / seconds_since(start));
+    }
+    return best;
+}
+
+double NativeModel::weight_bandwidth(size_t max_bytes, int num_rounds) {
+    Pool pool(num_threads_, 1);
+    std::vector<const Panels*> all_panels;
+    for (const Operation& operation : operations_) {
+        all_panels.push_back(&operation.first);
+        all_panels.push_back(&operation.second);
+    }
+    all_panels.push_back(&model_.head);
+    std::vector<float> sums((size_t)num_threads_);
+    double best = 0.0;
+    for (int round = 0; round < num_rounds; ++round) {
+        std::vector<size_t> num_read((size_t)num_threads_);
+        const auto start = std::chrono::steady_clock::now();
+        pool.run([&](int thread) {
+            size_t left = max_bytes / (size_t)num_threads_ / kAlignment * kAlignment;
+            for (const Panels* panels : all_panels) {
+                const size_t share = bytes_of(*panels) / (size_t)num_threads_ / kAlignment * kAlignment;
+                const size_t count = std::min(share, left);
+                const char* from = (const char*)panels->data + (size_t)thread * share;
+                sums[(size_t)thread] += kernels_.read_memory(from, count);
+                num_read[(size_t)thread] += count;
+                left -= count;
+            }
+        });
+        const double total = (double)std::accumulate(num_read.begin(), num_read.end(), size_t{0});
+        best = std::max(best, total / seconds_since(start));
     }
     return best;
 }

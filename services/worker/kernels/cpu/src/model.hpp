@@ -73,10 +73,16 @@ class NativeModel {
     void bind_cache(const std::vector<bf16*>& layers, int64_t num_blocks);
 
     void run(const StepArrays& arrays);
+    // Computes the logits [num_rows][vocab_size] of rows of the last step.
+    void run_head(const int64_t* rows, int64_t num_rows, float* logits);
 
     double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
+    // The same over the packed weights, of which at most `max_bytes` are read: it needs no memory of its own.
+    double weight_bandwidth(size_t max_bytes, int num_rounds);
     double multiply_rate(ValueType type, int num_rounds);     // operations a second
 
+    // The threads of the steps, for work between two of them.
+    Pool& pool();
     const Shape& shape() const { return model_.shape; }
     size_t weight_bytes() const { return weight_bytes_; }
     const char* kernels() const { return kernels_.name; }
@@ -101,6 +107,7 @@ class NativeModel {
     int max_inputs_ = 0;
     int64_t num_blocks_ = 0;
     bool has_head_norms_ = false, has_norms_after_ = false;
+    int64_t num_rows_of_last_step_ = 0;
     std::unique_ptr<Pool> pool_;
     std::vector<QueryTile> tiles_;
     Workspace workspace_{};

@@ -148,6 +148,8 @@ struct Step {
 struct Kernels {
     const char* name;
     void (*run_step)(const Step& step, int thread);
+    // The end of a step alone, for other rows of the same batch.
+    void (*run_head)(const Step& step, int thread);
     // Maps the rows of the batch, of `stride` values, by one weight into `to` [num_tokens][num_columns].
     void (*multiply_rows)(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
                           int num_columns);

@@ -43,7 +43,6 @@ typedef float Part __attribute__((vector_size(kPartBytes)));
 typedef uint32_t Bits __attribute__((vector_size(kPartBytes)));
 typedef int32_t Ints __attribute__((vector_size(kPartBytes)));
 typedef uint16_t Halves __attribute__((vector_size(kPartBytes / 2)));
-typedef int8_t Bytes __attribute__((vector_size(kPartBytes / 4)));
 
 template <int N>
 struct Int {

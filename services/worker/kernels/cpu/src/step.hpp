@@ -341,11 +341,22 @@ void end_rows(const Step& step, int thread) {
         for (int i = 0; i < shape.hidden_stride; i += kLanes) total = total + (load(hidden + i) - load(hidden + i));
         step.batch->is_finite[row] = sum_of(total) == 0.0f;
     }
-    const Range sampled = share_of(step.batch->num_sampled_rows, thread, num_threads);
+}
+
+// The logits of the batch's rows to sample, from the residual stream.
+void run_head(const Step& step, int thread) {
+    const Model& model = *step.model;
+    const Shape& shape = model.shape;
+    const Range sampled = share_of(step.batch->num_sampled_rows, thread, step.team->num_threads());
     for (int index = sampled.first; index < sampled.end; ++index)
         norm_row(shape, step.workspace->hidden + step.batch->sampled_rows[index] * shape.hidden_stride,
-                 step.model->final_norm, step.workspace->normed + (ptrdiff_t)index * shape.hidden_stride);
-    quantize_rows(step, thread, step.model->head, step.workspace->normed, shape.hidden_stride, sampled);
+                 model.final_norm, step.workspace->normed + (ptrdiff_t)index * shape.hidden_stride);
+    quantize_rows(step, thread, model.head, step.workspace->normed, shape.hidden_stride, sampled);
+    step.team->barrier();
+    if (step.batch->num_sampled_rows)
+        multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed, shape.hidden_stride,
+                 step.batch->num_sampled_rows, WriteColumns{step.batch->logits, shape.vocab_size});
+    end_products();
 }
 
 void run_step(const Step& step, int thread) {
@@ -356,12 +367,7 @@ void run_step(const Step& step, int thread) {
     // A row to sample may have been finished by another thread than the one that norms it.
     if (model.num_operations && model.operations[model.num_operations - 1].norm_after) step.team->barrier();
     end_rows(step, thread);
-    step.team->barrier();
-    if (step.batch->num_sampled_rows)
-        multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed,
-                 model.shape.hidden_stride, step.batch->num_sampled_rows,
-                 WriteColumns{step.batch->logits, model.shape.vocab_size});
-    end_products();
+    run_head(step, thread);
 }
 
 void multiply_all_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
@@ -438,7 +444,7 @@ double multiply_in_registers(ValueType type, int num_rounds, float* sink) {
 }
 
 constexpr Kernels kernels_of(const char* name) {
-    return {name, run_step, multiply_all_rows, read_memory, multiply_in_registers};
+    return {name, run_step, run_head, multiply_all_rows, read_memory, multiply_in_registers};
 }
 
 }  // namespace
