@@ -134,6 +134,8 @@ async def _search(
         probes.append(probe)
         print(f"{kind.name}: {json.dumps(probe)}", flush=True)
         low, high = (rate, high) if probe["holds"] else (low, rate)
+        if not probe["holds"] and probe["num_arrivals"] == 1:
+            break  # A request that has the machine to itself breaks the promise, and so does every rate.
     return {
         "kind": asdict(kind),
         # None: there was no time to try any; 0: none of those tried was kept.
