@@ -33,6 +33,7 @@ from services.gateway.engine_directory import EngineDirectory
 from services.gateway.http_errors import error_response, internal_error
 from services.gateway.http_server import SERVER_NAME
 from services.gateway.identity import Authenticator
+from services.gateway.model_access import check_access, names_for
 from services.gateway.openai_answers import model_object
 from services.gateway.openai_schema import ModelFacts, check_model_name
 from services.gateway.tokenization import Tokenization
@@ -47,6 +48,8 @@ _OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/metrics"})
 # What may stand in a header and in a log line: visible ASCII, of bounded length.
 _CLIENT_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _CLIENT_HEADER, _OUR_HEADER = "X-Request-Id", "X-Octavo-Request-Id"
+# How Anthropic's clients send their key.
+_API_KEY_HEADER: Final = "X-Api-Key"
 _ENGINE_SCRAPE_TIMEOUT_SECONDS: Final = 0.5
 _NOT_READY_RETRY_SECONDS: Final = 2.0
 _METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -105,18 +108,20 @@ class _Routes:
         return await self._parts.completions.post(request, request[_CALLER], TEXT)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        return await self._parts.tokenization.tokenize(request)
+        return await self._parts.tokenization.tokenize(request, request[_CALLER].tenant)
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        return await self._parts.tokenization.detokenize(request)
+        return await self._parts.tokenization.detokenize(request, request[_CALLER].tenant)
 
     async def list_models(self, request: web.Request) -> web.Response:
-        models = [self._model(name) for name in self._parts.model.all_names]
+        tenant = request[_CALLER].tenant
+        models = [self._model(name) for name in names_for(tenant, self._parts.model)]
         return _json({"object": "list", "data": models})
 
     async def get_model(self, request: web.Request) -> web.Response:
         name = request.match_info["model_id"]
         check_model_name(name, self._parts.model)
+        check_access(request[_CALLER].tenant, self._parts.model, name)
         return _json(self._model(name))
 
     async def livez(self, request: web.Request) -> web.Response:
@@ -185,7 +190,9 @@ def _authenticate(authenticator: Authenticator) -> Middleware:
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Ask for a key on every route but the probes, also on those that do not exist."""
         if request.path not in _OPEN_PATHS:
-            tenant = authenticator.authenticate(request.headers.get(hdrs.AUTHORIZATION))
+            tenant = authenticator.authenticate(
+                request.headers.get(hdrs.AUTHORIZATION), request.headers.get(_API_KEY_HEADER)
+            )
             request[_CALLER] = Caller(tenant, request[_REQUEST_ID], _client_request_id(request))
         return await handler(request)
 

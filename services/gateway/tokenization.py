@@ -15,6 +15,8 @@ from libs.errors import InvalidRequest
 from libs.text import IncrementalDetokenizer
 from services.gateway.admission import Admission
 from services.gateway.http_body import BodyLimits, read_json_body
+from services.gateway.identity import Tenant
+from services.gateway.model_access import check_access
 from services.gateway.openai_fields import check_fields
 from services.gateway.openai_schema import ModelFacts, check_model_name, parse_json, read_chat_prompt
 from services.gateway.openai_values import are_token_ids, read_boolean
@@ -48,10 +50,10 @@ class Tokenization:
         self._body_limits = body_limits
         self._max_model_len = max_model_len
 
-    async def tokenize(self, http_request: web.Request) -> web.Response:
+    async def tokenize(self, http_request: web.Request, tenant: Tenant) -> web.Response:
         """Return a prompt's tokens; raises OctavoError for what is no prompt."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(http_request)
+            body = await self._read(http_request, tenant)
             prompt = _read_prompt(body)
             returns_strings = read_boolean(body, "return_token_strs", default=False)
             token_ids = await self._text.run(
@@ -67,23 +69,24 @@ class Tokenization:
             }
         )
 
-    async def detokenize(self, http_request: web.Request) -> web.Response:
+    async def detokenize(self, http_request: web.Request, tenant: Tenant) -> web.Response:
         """Return the text of tokens, control tokens included; raises OctavoError for what are no tokens."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(http_request)
+            body = await self._read(http_request, tenant)
             token_ids = _read_tokens(body, self._model.vocab_size)
             text = await self._text.run(
                 lambda: self._text_of(token_ids), num_characters=_CHARACTERS_PER_TOKEN * len(token_ids)
             )
         return _json({"prompt": text})
 
-    async def _read(self, http_request: web.Request) -> Mapping[str, Any]:
+    async def _read(self, http_request: web.Request, tenant: Tenant) -> Mapping[str, Any]:
         body = parse_json(await read_json_body(http_request, self._body_limits))
         name = body.get("model")
         if name is not None:
             if not isinstance(name, str):
                 raise InvalidRequest("'model' must be a string.", param="model")
             check_model_name(name, self._model)
+        check_access(tenant, self._model, name)
         return body
 
     def _text_of(self, token_ids: list[int]) -> str:
