@@ -1,4 +1,4 @@
-"""The HTTP application: routes, who may use them, and errors in OpenAI's shape on all of them.
+"""The HTTP application: routes, who may use them, and errors in the shape of each route's clients.
 
 Owns what every route has in common. It must not know how a completion is made.
 """
@@ -27,10 +27,11 @@ from libs.errors import (
 from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
+from services.gateway.anthropic_answers import error_shape
 from services.gateway.completions import Caller, Completions
-from services.gateway.endpoints import CHAT, TEXT
+from services.gateway.endpoints import CHAT, MESSAGES, TEXT
 from services.gateway.engine_directory import EngineDirectory
-from services.gateway.http_errors import error_response, internal_error
+from services.gateway.http_errors import error_object, error_response, internal_error
 from services.gateway.http_server import SERVER_NAME
 from services.gateway.identity import Authenticator
 from services.gateway.model_access import check_access, names_for
@@ -50,6 +51,9 @@ _CLIENT_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _CLIENT_HEADER, _OUR_HEADER = "X-Request-Id", "X-Octavo-Request-Id"
 # How Anthropic's clients send their key.
 _API_KEY_HEADER: Final = "X-Api-Key"
+_ANTHROPIC_PATH: Final = "/v1/messages"
+# Where Anthropic's clients look for the request's id.
+_ANTHROPIC_HEADER: Final = "Request-Id"
 _ENGINE_SCRAPE_TIMEOUT_SECONDS: Final = 0.5
 _NOT_READY_RETRY_SECONDS: Final = 2.0
 _METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -76,13 +80,15 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
     routes = _Routes(parts)
     app = web.Application(
         client_max_size=max_body_bytes,
-        middlewares=[_errors_in_openai_shape, _authenticate(parts.authenticator)],
+        middlewares=[_errors_in_shape, _authenticate(parts.authenticator)],
     )
     app.on_response_prepare.append(_add_request_ids)
     app.add_routes(
         [
             web.post("/v1/chat/completions", routes.chat_completions, expect_handler=_go_on),
             web.post("/v1/completions", routes.text_completions, expect_handler=_go_on),
+            web.post("/v1/messages", routes.messages, expect_handler=_go_on),
+            web.post("/v1/messages/count_tokens", routes.count_message_tokens, expect_handler=_go_on),
             web.post("/tokenize", routes.tokenize, expect_handler=_go_on),
             web.post("/detokenize", routes.detokenize, expect_handler=_go_on),
             web.get("/v1/models", routes.list_models),
@@ -106,6 +112,12 @@ class _Routes:
 
     async def text_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._parts.completions.post(request, request[_CALLER], TEXT)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._parts.completions.post(request, request[_CALLER], MESSAGES)
+
+    async def count_message_tokens(self, request: web.Request) -> web.Response:
+        return await self._parts.tokenization.count_message_tokens(request, request[_CALLER].tenant)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         return await self._parts.tokenization.tokenize(request, request[_CALLER].tenant)
@@ -160,29 +172,30 @@ class _Routes:
 
 
 @web.middleware
-async def _errors_in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error into OpenAI's body with its status."""
+async def _errors_in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every error into its status and a body as the route's clients expect it."""
     request[_REQUEST_ID] = str(uuid.uuid4())
+    shape = error_shape(request[_REQUEST_ID]) if _is_anthropic(request) else error_object
     try:
         return await handler(request)
     except OctavoError as error:
-        return error_response(error)
+        return error_response(error, shape)
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         response = error_response(
-            MethodNotAllowed(f"{request.method} is not allowed on {request.path[:128]!r}; use {allowed}.")
+            MethodNotAllowed(f"{request.method} is not allowed on {request.path[:128]!r}; use {allowed}."), shape
         )
         response.headers[hdrs.ALLOW] = allowed
         return response
     except web.HTTPNotFound:
-        return error_response(RouteNotFound(f"There is no route {request.method} {request.path[:128]!r}."))
+        return error_response(RouteNotFound(f"There is no route {request.method} {request.path[:128]!r}."), shape)
     except web.HTTPRequestEntityTooLarge:
-        return error_response(PayloadTooLarge("The body is larger than this server's limit."))
+        return error_response(PayloadTooLarge("The body is larger than this server's limit."), shape)
     except web.HTTPException as error:
-        return error_response(InvalidRequest(f"The request cannot be served: {error.reason}."))
+        return error_response(InvalidRequest(f"The request cannot be served: {error.reason}."), shape)
     except Exception:
         log.exception("route failed", path=request.path[:128], request_id=request[_REQUEST_ID])
-        return error_response(internal_error(request[_REQUEST_ID]))
+        return error_response(internal_error(request[_REQUEST_ID]), shape)
 
 
 def _authenticate(authenticator: Authenticator) -> Middleware:
@@ -212,7 +225,13 @@ async def _add_request_ids(request: web.Request, response: web.StreamResponse) -
     request_id = request.get(_REQUEST_ID) or str(uuid.uuid4())
     response.headers[hdrs.SERVER] = SERVER_NAME
     response.headers[_OUR_HEADER] = request_id
+    if _is_anthropic(request):
+        response.headers[_ANTHROPIC_HEADER] = request_id
     response.headers[_CLIENT_HEADER] = _client_request_id(request) or request_id
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    return request.path == _ANTHROPIC_PATH or request.path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
 def _client_request_id(request: web.Request) -> str | None:

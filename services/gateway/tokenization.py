@@ -1,4 +1,5 @@
-"""POST /tokenize and /detokenize: what the model's tokenizer and template make of a request, in vLLM's shapes.
+"""POST /tokenize and /detokenize: what the model's tokenizer and template make of a request, in vLLM's shapes; and
+how many tokens that are, in Anthropic's.
 
 Owns their fields and answers. Prompts become tokens here exactly as they do for a completion.
 """
@@ -14,6 +15,7 @@ from aiohttp import web
 from libs.errors import InvalidRequest
 from libs.text import IncrementalDetokenizer
 from services.gateway.admission import Admission
+from services.gateway.anthropic_schema import parse_token_count
 from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.identity import Tenant
 from services.gateway.model_access import check_access
@@ -33,7 +35,7 @@ _CHARACTERS_PER_TOKEN: Final = 4
 
 
 class Tokenization:
-    """Serves both routes."""
+    """Serves these routes."""
 
     def __init__(
         self,
@@ -68,6 +70,15 @@ class Tokenization:
                 "token_strs": [texts[token_id] for token_id in token_ids] if returns_strings else None,
             }
         )
+
+    async def count_message_tokens(self, http_request: web.Request, tenant: Tenant) -> web.Response:
+        """Return the number of a message request's tokens, for Anthropic's clients; raises OctavoError."""
+        with self._admission.admit() as slot, slot.interruptible():
+            prompt = parse_token_count(await self._read(http_request, tenant), self._model)
+            token_ids = await self._text.run(
+                lambda: self._text.token_ids_of(prompt), num_characters=prompt.num_characters
+            )
+        return _json({"input_tokens": len(token_ids)})
 
     async def detokenize(self, http_request: web.Request, tenant: Tenant) -> web.Response:
         """Return the text of tokens, control tokens included; raises OctavoError for what are no tokens."""
