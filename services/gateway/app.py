@@ -29,7 +29,7 @@ from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
 from services.gateway.anthropic_answers import error_shape
 from services.gateway.completions import Caller, Completions
-from services.gateway.endpoints import CHAT, MESSAGES, TEXT
+from services.gateway.endpoints import CHAT, MESSAGES, RESPONSES, TEXT
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.http_errors import error_object, error_response, internal_error
 from services.gateway.http_server import SERVER_NAME
@@ -87,6 +87,7 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
         [
             web.post("/v1/chat/completions", routes.chat_completions, expect_handler=_go_on),
             web.post("/v1/completions", routes.text_completions, expect_handler=_go_on),
+            web.post("/v1/responses", routes.responses, expect_handler=_go_on),
             web.post("/v1/messages", routes.messages, expect_handler=_go_on),
             web.post("/v1/messages/count_tokens", routes.count_message_tokens, expect_handler=_go_on),
             web.post("/tokenize", routes.tokenize, expect_handler=_go_on),
@@ -112,6 +113,9 @@ class _Routes:
 
     async def text_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._parts.completions.post(request, request[_CALLER], TEXT)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._parts.completions.post(request, request[_CALLER], RESPONSES)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         return await self._parts.completions.post(request, request[_CALLER], MESSAGES)

@@ -20,6 +20,8 @@ from services.gateway.openai_schema import ModelFacts, ValidChatCompletion, pars
 from services.gateway.openai_text_answers import TextFormat
 from services.gateway.openai_text_schema import ValidTextCompletion, parse_text_completion
 from services.gateway.prompts import Prompt
+from services.gateway.responses_answers import RESPONSE_ID_PREFIX, ResponseFormat
+from services.gateway.responses_schema import ValidResponse, parse_response
 from services.gateway.text_preparation import PreparedPrompt
 
 # What OpenAI gives for a plain prompt where nothing is said.
@@ -75,6 +77,13 @@ def _message_format(
     return MessageFormat(head, prompts[0])
 
 
+def _response_format(
+    request: ValidResponse, head: AnswerHead, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
+) -> AnswerFormat:
+    return ResponseFormat(head, request.body)
+
+
 CHAT: Final = Endpoint("chatcmpl-", "messages", None, parse_chat_completion, _chat_format)
 TEXT: Final = Endpoint("cmpl-", "prompt", _TEXT_MAX_TOKENS, parse_text_completion, _text_format)
 MESSAGES: Final = Endpoint("msg_", "messages", None, parse_messages, _message_format)
+RESPONSES: Final = Endpoint(RESPONSE_ID_PREFIX, "input", None, parse_response, _response_format)
