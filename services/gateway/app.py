@@ -37,6 +37,7 @@ from services.gateway.identity import Authenticator
 from services.gateway.model_access import check_access, names_for
 from services.gateway.openai_answers import model_object
 from services.gateway.openai_schema import ModelFacts, check_model_name
+from services.gateway.openapi import openapi_document
 from services.gateway.tokenization import Tokenization
 
 log = get_logger("app")
@@ -94,6 +95,7 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
             web.post("/detokenize", routes.detokenize, expect_handler=_go_on),
             web.get("/v1/models", routes.list_models),
             web.get("/v1/models/{model_id:.+}", routes.get_model),
+            web.get("/openapi.json", routes.openapi),
             web.get("/livez", routes.livez),
             web.get("/readyz", routes.readyz),
             web.get("/metrics", routes.metrics),
@@ -139,6 +141,9 @@ class _Routes:
         check_model_name(name, self._parts.model)
         check_access(request[_CALLER].tenant, self._parts.model, name)
         return _json(self._model(name))
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        return _json(openapi_document())
 
     async def livez(self, request: web.Request) -> web.Response:
         """Answer as long as the event loop runs; a supervisor restarts the process when it does not."""

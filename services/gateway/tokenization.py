@@ -25,11 +25,11 @@ from services.gateway.openai_values import are_token_ids, read_boolean
 from services.gateway.prompts import Prompt, TextPrompt
 from services.gateway.text_preparation import TextPreparation
 
-_TEXT_FIELDS: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
-_CHAT_FIELDS: Final = frozenset(
+TOKENIZE_TEXT_FIELDS: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
+TOKENIZE_CHAT_FIELDS: Final = frozenset(
     {"model", "messages", "add_generation_prompt", "continue_final_message", "return_token_strs"}
 )
-_DETOKENIZE_FIELDS: Final = frozenset({"model", "tokens"})
+DETOKENIZE_FIELDS: Final = frozenset({"model", "tokens"})
 # Of one token, in mean; only decides which threads do the work.
 _CHARACTERS_PER_TOKEN: Final = 4
 
@@ -107,9 +107,9 @@ class Tokenization:
 
 def _read_prompt(body: Mapping[str, Any]) -> Prompt:
     if "messages" in body:
-        check_fields(body, _CHAT_FIELDS)
+        check_fields(body, TOKENIZE_CHAT_FIELDS)
         return read_chat_prompt(body)
-    check_fields(body, _TEXT_FIELDS)
+    check_fields(body, TOKENIZE_TEXT_FIELDS)
     text = body.get("prompt")
     if not isinstance(text, str):
         raise InvalidRequest("Give either 'prompt', a string, or 'messages'.", param="prompt")
@@ -117,7 +117,7 @@ def _read_prompt(body: Mapping[str, Any]) -> Prompt:
 
 
 def _read_tokens(body: Mapping[str, Any], vocab_size: int) -> list[int]:
-    check_fields(body, _DETOKENIZE_FIELDS)
+    check_fields(body, DETOKENIZE_FIELDS)
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not are_token_ids(token_ids, vocab_size):
         raise InvalidRequest(f"'tokens' must be a list of token ids from 0 to {vocab_size - 1}.", param="tokens")
