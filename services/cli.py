@@ -25,6 +25,7 @@ class _Command:
 _COMMANDS = {
     "up": _Command("services.supervisor.main", "all tiers as processes on this machine, with embedded stores"),
     "gateway": _Command("services.gateway.main", "the OpenAI-compatible HTTP API"),
+    "keys": _Command("services.gateway.keys_command", "makes, lists and revokes API keys"),
     "router": _Command("services.router.main", "places requests on engines"),
     "engine": _Command("services.engine.main", "schedules one replica of a model"),
     "worker": _Command("services.worker.main", "runs a model on one accelerator"),

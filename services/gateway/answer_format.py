@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from services.gateway.generation import FinishReason, TokenLogprob
 from services.gateway.output_text import TextDelta
+from services.gateway.sse import Framing
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class WholeChoice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    stop_string: str | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         """Take the next delta."""
@@ -75,6 +77,7 @@ class WholeChoice:
         self.pieces.append(content.text)
         self.token_ids += content.token_ids
         self.finish_reason = content.finish_reason
+        self.stop_string = content.stop_string
         self.logprobs += delta.logprobs
         self.text_offsets += content.text_offsets
         self.prompt_logprobs += delta.prompt_logprobs
@@ -92,6 +95,10 @@ class WholeChoice:
 
 class AnswerFormat(Protocol):
     """The shape of one answer. It is told every delta in order, or all choices at once."""
+
+    @property
+    def framing(self) -> Framing:
+        """What a stream has around its events."""
 
     @property
     def includes_usage(self) -> bool:

@@ -210,6 +210,7 @@ async def send_whole(source: AnswerSource, answer_format: AnswerFormat) -> web.R
 
 async def send_stream(source: AnswerSource, writer: SseWriter, answer_format: AnswerFormat) -> web.StreamResponse:
     """Write the answer as it comes; an error is raised, whether or not the stream has begun."""
+    writer.framing = answer_format.framing
     async with source.started():
         data = await _write_deltas(source, writer, answer_format)
     if answer_format.includes_usage:

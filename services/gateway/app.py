@@ -1,4 +1,4 @@
-"""The HTTP application: routes, who may use them, and errors in OpenAI's shape on all of them.
+"""The HTTP application: routes, who may use them, and errors in the shape of each route's clients.
 
 Owns what every route has in common. It must not know how a completion is made.
 """
@@ -27,14 +27,17 @@ from libs.errors import (
 from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
+from services.gateway.anthropic_answers import error_shape
 from services.gateway.completions import Caller, Completions
-from services.gateway.endpoints import CHAT, TEXT
+from services.gateway.endpoints import CHAT, MESSAGES, RESPONSES, TEXT
 from services.gateway.engine_directory import EngineDirectory
-from services.gateway.http_errors import error_response, internal_error
+from services.gateway.http_errors import error_object, error_response, internal_error
 from services.gateway.http_server import SERVER_NAME
 from services.gateway.identity import Authenticator
+from services.gateway.model_access import check_access, names_for
 from services.gateway.openai_answers import model_object
 from services.gateway.openai_schema import ModelFacts, check_model_name
+from services.gateway.openapi import openapi_document
 from services.gateway.tokenization import Tokenization
 
 log = get_logger("app")
@@ -47,6 +50,11 @@ _OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/metrics"})
 # What may stand in a header and in a log line: visible ASCII, of bounded length.
 _CLIENT_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _CLIENT_HEADER, _OUR_HEADER = "X-Request-Id", "X-Octavo-Request-Id"
+# How Anthropic's clients send their key.
+_API_KEY_HEADER: Final = "X-Api-Key"
+_ANTHROPIC_PATH: Final = "/v1/messages"
+# Where Anthropic's clients look for the request's id.
+_ANTHROPIC_HEADER: Final = "Request-Id"
 _ENGINE_SCRAPE_TIMEOUT_SECONDS: Final = 0.5
 _NOT_READY_RETRY_SECONDS: Final = 2.0
 _METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -73,17 +81,21 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
     routes = _Routes(parts)
     app = web.Application(
         client_max_size=max_body_bytes,
-        middlewares=[_errors_in_openai_shape, _authenticate(parts.authenticator)],
+        middlewares=[_errors_in_shape, _authenticate(parts.authenticator)],
     )
     app.on_response_prepare.append(_add_request_ids)
     app.add_routes(
         [
             web.post("/v1/chat/completions", routes.chat_completions, expect_handler=_go_on),
             web.post("/v1/completions", routes.text_completions, expect_handler=_go_on),
+            web.post("/v1/responses", routes.responses, expect_handler=_go_on),
+            web.post("/v1/messages", routes.messages, expect_handler=_go_on),
+            web.post("/v1/messages/count_tokens", routes.count_message_tokens, expect_handler=_go_on),
             web.post("/tokenize", routes.tokenize, expect_handler=_go_on),
             web.post("/detokenize", routes.detokenize, expect_handler=_go_on),
             web.get("/v1/models", routes.list_models),
             web.get("/v1/models/{model_id:.+}", routes.get_model),
+            web.get("/openapi.json", routes.openapi),
             web.get("/livez", routes.livez),
             web.get("/readyz", routes.readyz),
             web.get("/metrics", routes.metrics),
@@ -104,20 +116,34 @@ class _Routes:
     async def text_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._parts.completions.post(request, request[_CALLER], TEXT)
 
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._parts.completions.post(request, request[_CALLER], RESPONSES)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._parts.completions.post(request, request[_CALLER], MESSAGES)
+
+    async def count_message_tokens(self, request: web.Request) -> web.Response:
+        return await self._parts.tokenization.count_message_tokens(request, request[_CALLER].tenant)
+
     async def tokenize(self, request: web.Request) -> web.Response:
-        return await self._parts.tokenization.tokenize(request)
+        return await self._parts.tokenization.tokenize(request, request[_CALLER].tenant)
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        return await self._parts.tokenization.detokenize(request)
+        return await self._parts.tokenization.detokenize(request, request[_CALLER].tenant)
 
     async def list_models(self, request: web.Request) -> web.Response:
-        models = [self._model(name) for name in self._parts.model.all_names]
+        tenant = request[_CALLER].tenant
+        models = [self._model(name) for name in names_for(tenant, self._parts.model)]
         return _json({"object": "list", "data": models})
 
     async def get_model(self, request: web.Request) -> web.Response:
         name = request.match_info["model_id"]
         check_model_name(name, self._parts.model)
+        check_access(request[_CALLER].tenant, self._parts.model, name)
         return _json(self._model(name))
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        return _json(openapi_document())
 
     async def livez(self, request: web.Request) -> web.Response:
         """Answer as long as the event loop runs; a supervisor restarts the process when it does not."""
@@ -155,29 +181,30 @@ class _Routes:
 
 
 @web.middleware
-async def _errors_in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error into OpenAI's body with its status."""
+async def _errors_in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every error into its status and a body as the route's clients expect it."""
     request[_REQUEST_ID] = str(uuid.uuid4())
+    shape = error_shape(request[_REQUEST_ID]) if _is_anthropic(request) else error_object
     try:
         return await handler(request)
     except OctavoError as error:
-        return error_response(error)
+        return error_response(error, shape)
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         response = error_response(
-            MethodNotAllowed(f"{request.method} is not allowed on {request.path[:128]!r}; use {allowed}.")
+            MethodNotAllowed(f"{request.method} is not allowed on {request.path[:128]!r}; use {allowed}."), shape
         )
         response.headers[hdrs.ALLOW] = allowed
         return response
     except web.HTTPNotFound:
-        return error_response(RouteNotFound(f"There is no route {request.method} {request.path[:128]!r}."))
+        return error_response(RouteNotFound(f"There is no route {request.method} {request.path[:128]!r}."), shape)
     except web.HTTPRequestEntityTooLarge:
-        return error_response(PayloadTooLarge("The body is larger than this server's limit."))
+        return error_response(PayloadTooLarge("The body is larger than this server's limit."), shape)
     except web.HTTPException as error:
-        return error_response(InvalidRequest(f"The request cannot be served: {error.reason}."))
+        return error_response(InvalidRequest(f"The request cannot be served: {error.reason}."), shape)
     except Exception:
         log.exception("route failed", path=request.path[:128], request_id=request[_REQUEST_ID])
-        return error_response(internal_error(request[_REQUEST_ID]))
+        return error_response(internal_error(request[_REQUEST_ID]), shape)
 
 
 def _authenticate(authenticator: Authenticator) -> Middleware:
@@ -185,7 +212,9 @@ def _authenticate(authenticator: Authenticator) -> Middleware:
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Ask for a key on every route but the probes, also on those that do not exist."""
         if request.path not in _OPEN_PATHS:
-            tenant = authenticator.authenticate(request.headers.get(hdrs.AUTHORIZATION))
+            tenant = authenticator.authenticate(
+                request.headers.get(hdrs.AUTHORIZATION), request.headers.get(_API_KEY_HEADER)
+            )
             request[_CALLER] = Caller(tenant, request[_REQUEST_ID], _client_request_id(request))
         return await handler(request)
 
@@ -205,7 +234,13 @@ async def _add_request_ids(request: web.Request, response: web.StreamResponse) -
     request_id = request.get(_REQUEST_ID) or str(uuid.uuid4())
     response.headers[hdrs.SERVER] = SERVER_NAME
     response.headers[_OUR_HEADER] = request_id
+    if _is_anthropic(request):
+        response.headers[_ANTHROPIC_HEADER] = request_id
     response.headers[_CLIENT_HEADER] = _client_request_id(request) or request_id
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    return request.path == _ANTHROPIC_PATH or request.path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
 def _client_request_id(request: web.Request) -> str | None:

@@ -1,4 +1,4 @@
-"""What the chunks of OpenAI's streams have in common: the event of a text, and the counts beside it.
+"""What the chunks of streams have in common: the event of a text, and the counts beside it.
 
 Owns how a chunk is written fast. It must not know the shape of a choice.
 """
@@ -12,7 +12,7 @@ import orjson
 
 from services.gateway.answer_format import UsageCounts
 from services.gateway.generation_options import GenerationOptions
-from services.gateway.sse import event
+from services.gateway.sse import event, named_event
 
 _MARK: Final = "\x00mark\x00"
 
@@ -20,8 +20,10 @@ _MARK: Final = "\x00mark\x00"
 class ChunkTemplate:
     """The event of one choice for any text, cut from a chunk that is made once."""
 
-    def __init__(self, make_chunk: Callable[[str], dict[str, Any]]) -> None:
-        self._before_text, self._after_text = event(orjson.dumps(make_chunk(_MARK))).split(orjson.dumps(_MARK))
+    def __init__(self, make_chunk: Callable[[str], dict[str, Any]], *, name: str | None = None) -> None:
+        chunk = orjson.dumps(make_chunk(_MARK))
+        whole = event(chunk) if name is None else named_event(name, chunk)
+        self._before_text, self._after_text = whole.split(orjson.dumps(_MARK))
 
     def event_of(self, text: str) -> bytes:
         """Return the event."""

@@ -29,6 +29,7 @@ from services.gateway.generation_options import GenerationOptions, check_total_l
 from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.http_errors import internal_error, known_error
 from services.gateway.identity import Tenant
+from services.gateway.model_access import check_access
 from services.gateway.openai_schema import ModelFacts, parse_json, read_head
 from services.gateway.output_text import ChoiceOutput, new_output
 from services.gateway.peers import PlacementAsk
@@ -137,6 +138,7 @@ class Completions:
         exchange.accounts[0].model_name = self._model.own_name(head.model_name)
         exchange.accounts[0].is_streaming = head.is_streaming
         request = endpoint.parse(body, self._model)
+        check_access(exchange.caller.tenant, self._model, request.model)
         slot.grow(len(request.prompts) - 1)
         self._accept(exchange, request)
 

@@ -20,6 +20,7 @@ _POSITIVE = (
     "retry_placement_timeout_seconds",
     "engine_accept_timeout_seconds",
     "directory_refresh_seconds",
+    "api_keys_poll_seconds",
     "readiness_timeout_seconds",
     "sse_heartbeat_seconds",
     "abort_settle_seconds",
@@ -57,7 +58,11 @@ class GatewayConfig:
     engine_addresses: tuple[str, ...] = setting((), "Engines' gRPC addresses known beforehand, comma-separated.")
     telemetry_address: str | None = setting(None, "Telemetry's gRPC address; unset keeps no audit records.")
 
-    api_keys_file: str | None = setting(None, "File with a line key:tenant for each API key; unset asks for none.")
+    api_keys_file: str | None = setting(None, "File of API keys that `octavo keys` writes; unset asks for none.")
+    api_keys_in_redis: bool = setting(False, "Keep the API keys in redis_url, for all gateways, instead of a file.")
+    api_keys_poll_seconds: float = setting(
+        1.0, "Time between two looks whether the API keys have changed.", unit="seconds"
+    )
     allow_unauthenticated: bool = setting(
         False, "Serve without API keys also on an address that other machines can reach."
     )
@@ -128,11 +133,19 @@ class GatewayConfig:
             raise ValueError("model_aliases must be names that differ.")
         if _GATEWAY_ID.fullmatch(self.gateway_id) is None:
             raise ValueError("gateway_id must be up to 64 letters, digits, dots, dashes and underscores.")
-        if self.api_keys_file is None and not self.allow_unauthenticated and not is_loopback(self.host):
+        if self.api_keys_in_redis and (self.redis_url is None or self.api_keys_file is not None):
+            raise ValueError("api_keys_in_redis needs redis_url and no api_keys_file.")
+        if not self.asks_for_keys and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host} can be reached from other machines and no API keys are configured: "
-                "set gateway.api_keys_file, or listen on 127.0.0.1, or set gateway.allow_unauthenticated to true."
+                "set gateway.api_keys_file or gateway.api_keys_in_redis, or listen on 127.0.0.1, or set "
+                "gateway.allow_unauthenticated to true."
             )
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether requests need an API key."""
+        return self.api_keys_file is not None or self.api_keys_in_redis
 
 
 def is_loopback(host: str) -> bool:

@@ -11,6 +11,8 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from libs.text import Tokenizer
 from services.gateway.answer_format import AnswerFormat, AnswerHead
+from services.gateway.anthropic_answers import MessageFormat
+from services.gateway.anthropic_schema import ValidMessages, parse_messages
 from services.gateway.generation_options import GenerationOptions
 from services.gateway.logprob_shapes import LogprobShapes
 from services.gateway.openai_answers import ChatFormat
@@ -18,6 +20,8 @@ from services.gateway.openai_schema import ModelFacts, ValidChatCompletion, pars
 from services.gateway.openai_text_answers import TextFormat
 from services.gateway.openai_text_schema import ValidTextCompletion, parse_text_completion
 from services.gateway.prompts import Prompt
+from services.gateway.responses_answers import RESPONSE_ID_PREFIX, ResponseFormat
+from services.gateway.responses_schema import ValidResponse, parse_response
 from services.gateway.text_preparation import PreparedPrompt
 
 # What OpenAI gives for a plain prompt where nothing is said.
@@ -67,5 +71,19 @@ def _text_format(
     return TextFormat(head, request.options, prompts, LogprobShapes(tokenizer))
 
 
+def _message_format(
+    request: ValidMessages, head: AnswerHead, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
+) -> AnswerFormat:
+    return MessageFormat(head, prompts[0])
+
+
+def _response_format(
+    request: ValidResponse, head: AnswerHead, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
+) -> AnswerFormat:
+    return ResponseFormat(head, request.body)
+
+
 CHAT: Final = Endpoint("chatcmpl-", "messages", None, parse_chat_completion, _chat_format)
 TEXT: Final = Endpoint("cmpl-", "prompt", _TEXT_MAX_TOKENS, parse_text_completion, _text_format)
+MESSAGES: Final = Endpoint("msg_", "messages", None, parse_messages, _message_format)
+RESPONSES: Final = Endpoint(RESPONSE_ID_PREFIX, "input", None, parse_response, _response_format)

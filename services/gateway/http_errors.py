@@ -1,10 +1,11 @@
-"""Errors as OpenAI's clients expect them. Owns bodies, statuses and headers of errors; nothing else."""
+"""Errors as clients expect them. Owns OpenAI's bodies, and the statuses and headers of all errors; nothing else."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 from aiohttp import web
@@ -48,32 +49,32 @@ def error_object(error: OctavoError) -> dict[str, Any]:
     }
 
 
-def error_body(error: OctavoError) -> bytes:
-    """Return OpenAI's error object as JSON."""
+# How an API tells an error.
+ErrorShape: TypeAlias = Callable[[OctavoError], dict[str, Any]]
+
+
+def error_body(error: OctavoError, shape: ErrorShape = error_object) -> bytes:
+    """Return an error as JSON."""
     try:
-        return orjson.dumps(error_object(error))
+        return orjson.dumps(shape(error))
     except TypeError:
         # A message that is not Unicode, as a path or a header may be.
-        spec = spec_of(error)
-        message = error.message.encode(errors="replace").decode()
-        return orjson.dumps(
-            {"error": {"message": message, "type": spec.http_type, "param": None, "code": spec.http_code}}
-        )
+        return orjson.dumps(shape(type(error)(error.message.encode(errors="replace").decode())))
 
 
-def http_error(error: OctavoError) -> HttpError:
+def http_error(error: OctavoError, shape: ErrorShape = error_object) -> HttpError:
     """Return status, body and headers of an error."""
     headers: dict[str, str] = {}
     if error.retry_after_seconds is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_seconds)))
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = 'Bearer realm="octavo"'
-    return HttpError(spec_of(error).http_status, error_body(error), headers)
+    return HttpError(spec_of(error).http_status, error_body(error, shape), headers)
 
 
-def error_response(error: OctavoError) -> web.Response:
+def error_response(error: OctavoError, shape: ErrorShape = error_object) -> web.Response:
     """Return the answer for an error that is known before any byte was sent."""
-    answer = http_error(known_error(error))
+    answer = http_error(known_error(error), shape)
     return web.Response(
         status=answer.status, body=answer.body, headers=answer.headers, content_type="application/json"
     )

@@ -1,14 +1,12 @@
-"""Who sends a request: API keys, tenants and their cache salts.
+"""Who sends a request: tenants and their cache salts.
 
-Owns the keys file, the comparison of keys and the secret behind the salts. It must not know requests.
+Owns how a request shows its key, and the secret behind the salts. It must not know requests or where keys are kept.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
-import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from libs.config import ConfigError
-from libs.errors import Unauthenticated
+from libs.errors import StoreUnavailable, Unauthenticated
+from services.gateway.api_keys import KeyIndex, KeyTable
 
 DEFAULT_TENANT_ID: Final = "default"
-_TENANT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MIN_SECRET_CHARACTERS: Final = 16
-_MAX_KEY_CHARACTERS: Final = 512
+_NOT_READ_RETRY_SECONDS: Final = 1.0
 _SECRET_FILE: Final = "cache_salt_secret"
 
 
@@ -32,69 +30,61 @@ class Tenant:
     tenant_id: str
     # Keeps the tenant's prefixes apart from all others' in every cache.
     cache_salt: bytes
+    # Names of the models that the tenant may use; None for all.
+    allowed_models: frozenset[str] | None = None
 
 
 class Authenticator:
-    """Maps an Authorization header to a tenant; without keys everyone is the default tenant."""
+    """Maps the headers of a request to a tenant, by the table of keys that it was given last."""
 
-    def __init__(self, tenant_ids_by_key_digest: Mapping[bytes, str] | None, salt_secret: bytes) -> None:
+    def __init__(self, salt_secret: bytes, *, is_open: bool) -> None:
+        """Make one that lets everyone in as the default tenant if it is open, and else nobody before ``use``."""
         self._salt_secret = salt_secret
-        self._tenants = {
-            digest: self._tenant(tenant_id) for digest, tenant_id in (tenant_ids_by_key_digest or {}).items()
-        }
-        self._open_tenant = self._tenant(DEFAULT_TENANT_ID) if tenant_ids_by_key_digest is None else None
+        self._open_tenant = Tenant(DEFAULT_TENANT_ID, self._salt(DEFAULT_TENANT_ID)) if is_open else None
+        self._index: KeyIndex | None = None
+        self._tenants: Mapping[str, Tenant] = {}
 
-    def authenticate(self, authorization: str | None) -> Tenant:
-        """Return the tenant of a request.
+    def use(self, table: KeyTable) -> None:
+        """Take these keys from now on and no others."""
+        tenant_ids = {key.tenant_id for key in table.keys}
+        self._tenants = {
+            tenant_id: Tenant(tenant_id, self._salt(tenant_id), table.models_of(tenant_id))
+            for tenant_id in tenant_ids
+        }
+        self._index = KeyIndex(table)
+
+    def authenticate(self, authorization: str | None, api_key: str | None = None) -> Tenant:
+        """Return the tenant of a request, by its header Authorization or X-Api-Key.
 
         Raises:
-            Unauthenticated: keys are configured and the header holds none of them.
+            Unauthenticated: keys are configured and the headers hold none of them.
+            StoreUnavailable: keys are configured and could not be read yet.
         """
         if self._open_tenant is not None:
             return self._open_tenant
-        scheme, _, key = (authorization or "").partition(" ")
-        key = key.strip()
-        if scheme.lower() != "bearer" or not key:
-            raise Unauthenticated("You did not provide an API key. Send it as 'Authorization: Bearer KEY'.")
-        presented = _digest(key)
-        # The table is searched by digest, so its timing tells nothing of keys; the comparison is constant in time.
-        for digest, tenant in self._tenants.items():
-            if hmac.compare_digest(digest, presented):
-                return tenant
-        raise Unauthenticated("The API key is not known to this server.")
-
-    def _tenant(self, tenant_id: str) -> Tenant:
-        return Tenant(tenant_id, hmac.digest(self._salt_secret, tenant_id.encode(), "sha256"))
-
-
-def read_api_keys(path: Path) -> dict[bytes, str]:
-    """Read lines ``key:tenant``; empty lines and those that begin with # are left out. Keys are kept as digests.
-
-    Raises:
-        ConfigError: a line that cannot be used; it is named by its number, never shown.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The API keys file {path} cannot be read: {error}.") from error
-    tenant_ids: dict[bytes, str] = {}
-    for number, line in enumerate(lines, start=1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        key, _, tenant_id = line.rpartition(":")
-        key, tenant_id = key.strip(), tenant_id.strip()
-        if not key or len(key) > _MAX_KEY_CHARACTERS or _TENANT_ID.fullmatch(tenant_id) is None:
-            raise ConfigError(
-                f"Line {number} of {path} is not key:tenant; a tenant is up to 64 letters, digits, dots, dashes "
-                "and underscores."
+        presented = _presented_key(authorization, api_key)
+        if self._index is None:
+            raise StoreUnavailable(
+                "The API keys could not be read yet.", retry_after_seconds=_NOT_READ_RETRY_SECONDS
             )
-        if _digest(key) in tenant_ids:
-            raise ConfigError(f"Line {number} of {path} repeats a key.")
-        tenant_ids[_digest(key)] = tenant_id
-    if not tenant_ids:
-        raise ConfigError(f"The API keys file {path} holds no key.")
-    return tenant_ids
+        found = self._index.find(presented)
+        if found is None:
+            raise Unauthenticated("The API key is not known to this server.")
+        return self._tenants[found.tenant_id]
+
+    def _salt(self, tenant_id: str) -> bytes:
+        return hmac.digest(self._salt_secret, tenant_id.encode(), "sha256")
+
+
+def _presented_key(authorization: str | None, api_key: str | None) -> str:
+    scheme, _, bearer = (authorization or "").partition(" ")
+    key = bearer.strip() if scheme.lower() == "bearer" else ""
+    key = key or (api_key or "").strip()
+    if not key:
+        raise Unauthenticated(
+            "You did not provide an API key. Send it as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
+        )
+    return key
 
 
 def cache_salt_secret(configured: str | None, data_dir: Path) -> bytes:
@@ -135,7 +125,3 @@ def _write_once(path: Path, text: str) -> None:
             return
     finally:
         draft.unlink()
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

@@ -7,7 +7,7 @@ import functools
 import random
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from libs.config import load
+from libs.errors import StoreUnavailable
 from libs.kv import HashContract
 from libs.lifecycle import Lifecycle, run
 from libs.obs import configure_logging, get_logger
@@ -35,7 +36,8 @@ from services.gateway.engine_streams import EngineStreams
 from services.gateway.failover import FailoverSettings, Generations
 from services.gateway.http_body import BodyLimits
 from services.gateway.http_server import HttpServer
-from services.gateway.identity import Authenticator, cache_salt_secret, read_api_keys
+from services.gateway.identity import Authenticator, cache_salt_secret
+from services.gateway.key_stores import KeyFile, KeysInRedis, KeyStore, KeyWatch
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.placement import Placements, RouterPlacements
 from services.gateway.shared_prefixes import SharedPrefixes
@@ -55,6 +57,9 @@ _LAST_ACCOUNTS_SECONDS = 0.5
 def main(argv: Sequence[str]) -> None:
     """Run a gateway until it is told to stop."""
     config = load(GatewayConfig, tier="gateway", argv=argv)
+    if config.api_keys_file is not None:
+        # Refused here, where a configuration that cannot be used ends with one clear line.
+        KeyFile(Path(config.api_keys_file)).read_now()
     configure_logging("gateway", config.gateway_id, config.log_level)
     run(functools.partial(_serve, config), tier="gateway")
 
@@ -63,9 +68,16 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
     # What the stack holds is closed last, when no task uses it any more.
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         foundation = _lay_foundation(config, stack)
+        keys = _make_key_watch(config, foundation.authenticator, stack)
+        if keys is not None:
+            with suppress(StoreUnavailable):
+                # Requests wait for the keys where these cannot be had yet; everything else need not.
+                await keys.refresh()
         background = [tasks.create_task(foundation.audit.run()), tasks.create_task(foundation.directory.run())]
         if foundation.router is not None:
             background.append(tasks.create_task(foundation.router.run()))
+        if keys is not None:
+            background.append(tasks.create_task(keys.run()))
         streams = EngineStreams(max_requests=config.max_concurrent_requests, tasks=tasks)
         app = _make_app(config, foundation, streams, tasks)
         server = HttpServer(app, config.host, config.port)
@@ -106,9 +118,8 @@ class _Foundation:
 
 def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation:
     data_dir = Path(config.data_dir)
-    keys = None if config.api_keys_file is None else read_api_keys(Path(config.api_keys_file))
     salt_secret = cache_salt_secret(config.cache_salt_secret, data_dir)
-    authenticator = Authenticator(keys, salt_secret)
+    authenticator = Authenticator(salt_secret, is_open=not config.asks_for_keys)
     model_path = resolve_model_path(config.model)
     model_text = load_model_text(model_path)
     shared_prefixes = SharedPrefixes.read(
@@ -143,6 +154,22 @@ def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation
             wall=time.time,
         ),
     )
+
+
+def _make_key_watch(config: GatewayConfig, authenticator: Authenticator, stack: AsyncExitStack) -> KeyWatch | None:
+    store: KeyStore
+    if config.api_keys_file is not None:
+        store = KeyFile(Path(config.api_keys_file))
+    elif config.api_keys_in_redis:
+        from libs.registry import make_redis
+
+        assert config.redis_url is not None, "the configuration has been checked"
+        redis = make_redis(config.redis_url)
+        stack.push_async_callback(redis.aclose)
+        store = KeysInRedis(redis)
+    else:
+        return None
+    return KeyWatch(store, authenticator, poll_seconds=config.api_keys_poll_seconds)
 
 
 def _make_audit(config: GatewayConfig, data_dir: Path, metrics: GatewayMetrics, stack: AsyncExitStack) -> Audit:

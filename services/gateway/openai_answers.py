@@ -15,12 +15,14 @@ from services.gateway.chunks import ChunkTemplate, RunningUsage
 from services.gateway.generation import FinishReason, TokenLogprob
 from services.gateway.generation_options import GenerationOptions
 from services.gateway.logprob_shapes import LogprobShapes
-from services.gateway.sse import event
+from services.gateway.sse import OPENAI_FRAMING, event
 from services.gateway.text_preparation import PreparedPrompt
 
 
 class ChatFormat:
     """One answer to a conversation."""
+
+    framing = OPENAI_FRAMING
 
     def __init__(
         self, head: AnswerHead, options: GenerationOptions, prompt: PreparedPrompt, shapes: LogprobShapes

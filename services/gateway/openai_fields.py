@@ -211,3 +211,10 @@ def _unknown(param: str, name: str, known: list[str]) -> str:
     close = get_close_matches(name[:_SHOWN_NAME_CHARACTERS], known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown field {param!r}.{hint}"
+
+
+def check_against(
+    values: Mapping[str, Any], served: frozenset[str], neutral_values: Mapping[str, Callable[[Any], bool]]
+) -> None:
+    """The same for the request of another API, which brings its own tables."""
+    _check(values, served, neutral_values, path="")

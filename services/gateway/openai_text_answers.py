@@ -16,12 +16,14 @@ from services.gateway.generation import FinishReason, TokenLogprob
 from services.gateway.generation_options import GenerationOptions
 from services.gateway.logprob_shapes import LogprobShapes, joined
 from services.gateway.output_text import TextDelta
-from services.gateway.sse import event
+from services.gateway.sse import OPENAI_FRAMING, event
 from services.gateway.text_preparation import PreparedPrompt
 
 
 class TextFormat:
     """One answer to one or more prompts."""
+
+    framing = OPENAI_FRAMING
 
     def __init__(
         self,

@@ -25,6 +25,8 @@ class TextDelta:
     finish_reason: FinishReason | None
     # For each token, how much text was certain before it; only where log-probabilities are wanted.
     text_offsets: Sequence[int] = ()
+    # The stop string that ended the output.
+    stop_string: str | None = None
 
 
 class ChoiceOutput(Protocol):
@@ -73,10 +75,10 @@ class OutputText:
             offsets.append(self._num_characters)
             text = self._detokenizer.add([token_id])
             self._num_characters += len(text)
-            piece, is_stopped = self._match(text)
+            piece, matched = self._match(text)
             pieces.append(piece)
-            if is_stopped:
-                return TextDelta("".join(pieces), token_ids[: index + 1], FinishReason.STOP, offsets)
+            if matched is not None:
+                return TextDelta("".join(pieces), token_ids[: index + 1], FinishReason.STOP, offsets, matched)
         offsets += [self._num_characters] * (len(token_ids) - len(shown))
         self._num_tokens += len(token_ids) - len(shown)
         return self._delta("".join(pieces), token_ids, offsets, end)
@@ -86,8 +88,9 @@ class OutputText:
     ) -> TextDelta:
         if end is None:
             return TextDelta(text, token_ids, None, offsets)
-        text, reason = self._last(text, end.reason)
-        return TextDelta(text, token_ids, reason, offsets)
+        last, matched = self._last()
+        reason = end.reason if matched is None else FinishReason.STOP
+        return TextDelta(text + last, token_ids, reason, offsets, matched)
 
     def _shown(self, token_ids: Sequence[int], end: GenerationFinished | None) -> Sequence[int]:
         """Leave out the token that ended the output: it is a mark for the engine, not text, unless it is wanted."""
@@ -96,24 +99,24 @@ class OutputText:
             return token_ids[:-1]
         return token_ids
 
-    def _match(self, text: str) -> tuple[str, bool]:
+    def _match(self, text: str) -> tuple[str, str | None]:
         if self._matcher is None or self._num_tokens < self._min_output_tokens:
             # No reason to stop, or too early: this text is shown and no part of a stop string.
-            return text, False
+            return text, None
         result = self._matcher.add(text)
-        return result.text_to_emit, result.matched is not None
+        return result.text_to_emit, result.matched
 
-    def _last(self, text: str, reason: FinishReason) -> tuple[str, FinishReason]:
-        """Show what was held back: the beginning of a character that never came, or of a stop string."""
+    def _last(self) -> tuple[str, str | None]:
+        """Return what was held back: the beginning of a character that never came, or of a stop string."""
         rest = self._detokenizer.flush()
         if self._matcher is None:
-            return text + rest, reason
+            return rest, None
+        text = ""
         if rest:
-            piece, is_stopped = self._match(rest)
-            text += piece
-            if is_stopped:
-                return text, FinishReason.STOP
-        return text + self._matcher.flush(), reason
+            text, matched = self._match(rest)
+            if matched is not None:
+                return text, matched
+        return text + self._matcher.flush(), None
 
 
 class NoOutput:

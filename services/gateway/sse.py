@@ -1,14 +1,15 @@
 """Server-sent events: the bytes of a stream and the writer that sends them.
 
-Owns framing, keep-alive comments and the end of a stream: ``[DONE]`` after a good one, an error event and no
-``[DONE]`` after a bad one. It must not know what events say.
+Owns framing, keep-alive signs and the end of a stream: OpenAI's is ``[DONE]`` after a good one, an error event and
+no ``[DONE]`` after a bad one. It must not know what events say.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from aiohttp import web
@@ -40,6 +41,23 @@ def error_event(error: OctavoError) -> bytes:
     return event(error_body(known_error(error)))
 
 
+def named_event(name: str, payload: bytes) -> bytes:
+    """Return an event that has its name in a line of its own."""
+    return b"event: " + name.encode() + b"\n" + event(payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What a dialect puts around its events: a sign of life, the end of a good stream, and of a bad one."""
+
+    ping: bytes
+    done: bytes
+    error_event: Callable[[OctavoError], bytes]
+
+
+OPENAI_FRAMING: Final = Framing(PING, DONE, error_event)
+
+
 class SseWriter:
     """Writes one stream. The head is sent with the first bytes, so that errors before them are plain answers.
 
@@ -51,6 +69,7 @@ class SseWriter:
         self._request = request
         self._deadline = deadline
         self._response: web.StreamResponse | None = None
+        self.framing = OPENAI_FRAMING
 
     @property
     def is_open(self) -> bool:
@@ -68,14 +87,14 @@ class SseWriter:
             await (await self._opened()).write(data)
 
     async def ping(self) -> None:
-        """Write a comment, which every client ignores, so that nobody takes silence for death."""
-        await self.send(PING)
+        """Write what every client ignores, so that nobody takes silence for death."""
+        await self.send(self.framing.ping)
 
     async def finish(self, data: bytes) -> web.StreamResponse:
-        """Write the last events and ``[DONE]``; raises as ``send`` does."""
+        """Write the last events and the end; raises as ``send`` does."""
         async with self._in_time():
             response = await self._opened()
-            await response.write(data + DONE)
+            await response.write(data + self.framing.done)
             await response.write_eof()
             return response
 
@@ -85,7 +104,7 @@ class SseWriter:
         response.force_close()
         try:
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await response.write(error_event(error))
+                await response.write(self.framing.error_event(error))
                 await response.write_eof()
         except TimeoutError:
             if self._request.transport is not None:

@@ -1,4 +1,5 @@
-"""POST /tokenize and /detokenize: what the model's tokenizer and template make of a request, in vLLM's shapes.
+"""POST /tokenize and /detokenize: what the model's tokenizer and template make of a request, in vLLM's shapes; and
+how many tokens that are, in Anthropic's.
 
 Owns their fields and answers. Prompts become tokens here exactly as they do for a completion.
 """
@@ -14,24 +15,27 @@ from aiohttp import web
 from libs.errors import InvalidRequest
 from libs.text import IncrementalDetokenizer
 from services.gateway.admission import Admission
+from services.gateway.anthropic_schema import parse_token_count
 from services.gateway.http_body import BodyLimits, read_json_body
+from services.gateway.identity import Tenant
+from services.gateway.model_access import check_access
 from services.gateway.openai_fields import check_fields
 from services.gateway.openai_schema import ModelFacts, check_model_name, parse_json, read_chat_prompt
 from services.gateway.openai_values import are_token_ids, read_boolean
 from services.gateway.prompts import Prompt, TextPrompt
 from services.gateway.text_preparation import TextPreparation
 
-_TEXT_FIELDS: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
-_CHAT_FIELDS: Final = frozenset(
+TOKENIZE_TEXT_FIELDS: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
+TOKENIZE_CHAT_FIELDS: Final = frozenset(
     {"model", "messages", "add_generation_prompt", "continue_final_message", "return_token_strs"}
 )
-_DETOKENIZE_FIELDS: Final = frozenset({"model", "tokens"})
+DETOKENIZE_FIELDS: Final = frozenset({"model", "tokens"})
 # Of one token, in mean; only decides which threads do the work.
 _CHARACTERS_PER_TOKEN: Final = 4
 
 
 class Tokenization:
-    """Serves both routes."""
+    """Serves these routes."""
 
     def __init__(
         self,
@@ -48,10 +52,10 @@ class Tokenization:
         self._body_limits = body_limits
         self._max_model_len = max_model_len
 
-    async def tokenize(self, http_request: web.Request) -> web.Response:
+    async def tokenize(self, http_request: web.Request, tenant: Tenant) -> web.Response:
         """Return a prompt's tokens; raises OctavoError for what is no prompt."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(http_request)
+            body = await self._read(http_request, tenant)
             prompt = _read_prompt(body)
             returns_strings = read_boolean(body, "return_token_strs", default=False)
             token_ids = await self._text.run(
@@ -67,23 +71,33 @@ class Tokenization:
             }
         )
 
-    async def detokenize(self, http_request: web.Request) -> web.Response:
+    async def count_message_tokens(self, http_request: web.Request, tenant: Tenant) -> web.Response:
+        """Return the number of a message request's tokens, for Anthropic's clients; raises OctavoError."""
+        with self._admission.admit() as slot, slot.interruptible():
+            prompt = parse_token_count(await self._read(http_request, tenant), self._model)
+            token_ids = await self._text.run(
+                lambda: self._text.token_ids_of(prompt), num_characters=prompt.num_characters
+            )
+        return _json({"input_tokens": len(token_ids)})
+
+    async def detokenize(self, http_request: web.Request, tenant: Tenant) -> web.Response:
         """Return the text of tokens, control tokens included; raises OctavoError for what are no tokens."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(http_request)
+            body = await self._read(http_request, tenant)
             token_ids = _read_tokens(body, self._model.vocab_size)
             text = await self._text.run(
                 lambda: self._text_of(token_ids), num_characters=_CHARACTERS_PER_TOKEN * len(token_ids)
             )
         return _json({"prompt": text})
 
-    async def _read(self, http_request: web.Request) -> Mapping[str, Any]:
+    async def _read(self, http_request: web.Request, tenant: Tenant) -> Mapping[str, Any]:
         body = parse_json(await read_json_body(http_request, self._body_limits))
         name = body.get("model")
         if name is not None:
             if not isinstance(name, str):
                 raise InvalidRequest("'model' must be a string.", param="model")
             check_model_name(name, self._model)
+        check_access(tenant, self._model, name)
         return body
 
     def _text_of(self, token_ids: list[int]) -> str:
@@ -93,9 +107,9 @@ class Tokenization:
 
 def _read_prompt(body: Mapping[str, Any]) -> Prompt:
     if "messages" in body:
-        check_fields(body, _CHAT_FIELDS)
+        check_fields(body, TOKENIZE_CHAT_FIELDS)
         return read_chat_prompt(body)
-    check_fields(body, _TEXT_FIELDS)
+    check_fields(body, TOKENIZE_TEXT_FIELDS)
     text = body.get("prompt")
     if not isinstance(text, str):
         raise InvalidRequest("Give either 'prompt', a string, or 'messages'.", param="prompt")
@@ -103,7 +117,7 @@ def _read_prompt(body: Mapping[str, Any]) -> Prompt:
 
 
 def _read_tokens(body: Mapping[str, Any], vocab_size: int) -> list[int]:
-    check_fields(body, _DETOKENIZE_FIELDS)
+    check_fields(body, DETOKENIZE_FIELDS)
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not are_token_ids(token_ids, vocab_size):
         raise InvalidRequest(f"'tokens' must be a list of token ids from 0 to {vocab_size - 1}.", param="tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from libs.text import ModelText, load_model_text, resolve_model_path
+from services.gateway.api_keys import ApiKey, KeyTable, digest_of, write_table
 from tests.fakes.fake_generation_engine import FakeGenerationEngine
 from tests.fakes.fake_router import FakeRouter
 from tests.fakes.fake_telemetry import FakeTelemetry
@@ -106,6 +107,17 @@ class open_stand:  # Reads as the context manager that it is.
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+
+def write_keys(path: Path, tenants_by_secret: Mapping[str, str], **models: list[str]) -> Path:
+    """Write a table of API keys with these secrets, which may be shorter than `octavo keys` takes."""
+    keys = tuple(
+        ApiKey(f"key_{index}", digest_of(secret), tenant, 0)
+        for index, (secret, tenant) in enumerate(tenants_by_secret.items())
+    )
+    table = KeyTable(keys, {tenant: frozenset(names) for tenant, names in models.items()})
+    path.write_bytes(write_table(table))
+    return path
 
 
 def events_of(raw: bytes) -> list[Any]:

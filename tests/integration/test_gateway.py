@@ -17,7 +17,7 @@ import pytest_asyncio
 from libs.errors import InvalidLogits, NoEngineAvailable, WorkerLost
 from libs.protogen.telemetry.v1 import telemetry_pb2
 from tests.fakes.fake_generation_engine import Script
-from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open_stand, run_gateway
+from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open_stand, run_gateway, write_keys
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -637,8 +637,7 @@ async def test_every_request_has_exactly_one_row(stand: Stand) -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def strict_stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand]:
     folder = tmp_path_factory.mktemp("strict")
-    keys = folder / "keys"
-    keys.write_text("sk-one:acme\nsk-two:globex\n")
+    keys = write_keys(folder / "keys", {"sk-one": "acme", "sk-two": "globex"})
     flags = (
         *("--api-keys-file", str(keys), "--max-concurrent-requests", "2"),
         *("--sse-heartbeat-seconds", "0.1", "--request-timeout-seconds", "2.0"),
@@ -654,7 +653,7 @@ KEY_ONE = {"Authorization": "Bearer sk-one"}
     "path",
     [
         *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
-        *("/v1/models", "/v1/models/x", "/nowhere"),
+        *("/v1/models", "/v1/models/x", "/v1/messages", "/v1/responses", "/nowhere"),
     ],
 )
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer sk-wrong"}])
@@ -664,7 +663,8 @@ async def test_without_a_key_every_route_but_the_probes_is_closed(
     async with strict_stand.gateway.http.post(path, json=chat(), headers=headers) as response:
         error = (await response.json())["error"]
 
-    assert (response.status, error["code"]) == (401, "invalid_api_key")
+    assert response.status == 401
+    assert error["type" if path == "/v1/messages" else "code"] in ("authentication_error", "invalid_api_key")
     assert response.headers["WWW-Authenticate"].startswith("Bearer")
 
 

@@ -83,6 +83,18 @@ def choices_of(events: list[Any]) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
+async def test_every_route_is_in_the_openapi_document_and_every_one_there_is_a_route(stand: Stand) -> None:
+    async with stand.gateway.http.get("/openapi.json") as response:
+        paths = (await response.json())["paths"]
+
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"} <= paths.keys()
+    for path, operations in paths.items():
+        for method in operations:
+            url = path.replace("{model_id}", MODEL_NAME)
+            async with stand.gateway.http.request(method, url, json={} if method == "post" else None) as response:
+                assert response.status == (400 if method == "post" else 200), path
+
+
 # --- Several choices.
 
 

@@ -20,6 +20,7 @@ import pytest
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
+from tests.integration.gateway_process import write_keys
 from tests.integration.observations import audit_rows, metric, seconds_until_no_block_is_held
 from tests.integration.octavo import RunningOctavo, start_octavo
 
@@ -230,7 +231,7 @@ async def test_tenants_share_a_declared_system_prompt_and_nothing_else(
 ) -> None:
     system_prompt = "You are a careful assistant of a library in a small town. " * 10
     (tmp_path / "system.txt").write_text(system_prompt)
-    (tmp_path / "keys").write_text("key-of-one:one\nkey-of-other:other\n")
+    write_keys(tmp_path / "keys", {"key-of-one": "one", "key-of-other": "other"})
     flags = (
         *("--set", f"gateway.shared_prompt_files={tmp_path / 'system.txt'}"),
         *("--set", f"gateway.api_keys_file={tmp_path / 'keys'}"),

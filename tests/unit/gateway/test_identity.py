@@ -1,4 +1,4 @@
-"""API keys, tenants and salts."""
+"""Tenants, how they show their keys, and salts."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ from pathlib import Path
 import pytest
 
 from libs.config import ConfigError
-from libs.errors import Unauthenticated
-from services.gateway.identity import Authenticator, cache_salt_secret, read_api_keys
+from libs.errors import StoreUnavailable, Unauthenticated
+from services.gateway.api_keys import ApiKey, KeyTable, digest_of
+from services.gateway.identity import Authenticator, cache_salt_secret
 
 SECRET = b"a secret of some length"
 
 
-def keys_file(folder: Path, text: str) -> Path:
-    path = folder / "keys"
-    path.write_text(text)
-    return path
+TABLE = KeyTable(
+    tuple(
+        ApiKey(f"key_{secret}", digest_of(secret), tenant_id, 0)
+        for secret, tenant_id in [("sk-one", "acme"), ("sk:with:colons", "acme"), ("sk-two", "globex")]
+    ),
+    {"globex": frozenset({"small"})},
+)
+
+
+def authenticator_of(salt_secret: bytes = SECRET) -> Authenticator:
+    authenticator = Authenticator(salt_secret, is_open=False)
+    authenticator.use(TABLE)
+    return authenticator
 
 
 @pytest.fixture
-def authenticator(tmp_path: Path) -> Authenticator:
-    text = "# keys\n\nsk-one:acme\nsk:with:colons:acme\nsk-two:globex\n"
-    return Authenticator(read_api_keys(keys_file(tmp_path, text)), SECRET)
+def authenticator() -> Authenticator:
+    return authenticator_of()
 
 
 def test_a_key_names_its_tenant(authenticator: Authenticator) -> None:
     assert authenticator.authenticate("Bearer sk-one").tenant_id == "acme"
     assert authenticator.authenticate("bearer  sk:with:colons").tenant_id == "acme"
     assert authenticator.authenticate("Bearer sk-two").tenant_id == "globex"
+    assert authenticator.authenticate(None, "sk-two").tenant_id == "globex"
+    assert authenticator.authenticate("Basic x", " sk-two ").tenant_id == "globex"
+
+
+def test_a_tenant_has_its_list_of_models(authenticator: Authenticator) -> None:
+    assert authenticator.authenticate("Bearer sk-one").allowed_models is None
+    assert authenticator.authenticate("Bearer sk-two").allowed_models == frozenset({"small"})
 
 
 @pytest.mark.parametrize(
@@ -43,40 +59,41 @@ def test_anything_else_is_refused_without_showing_it(authenticator: Authenticato
     assert "sk-on" not in caught.value.message
 
 
+def test_a_key_is_good_until_the_table_without_it_is_used(authenticator: Authenticator) -> None:
+    authenticator.use(TABLE.without_key("key_sk-one"))
+
+    assert authenticator.authenticate("Bearer sk-two").tenant_id == "globex"
+    with pytest.raises(Unauthenticated):
+        authenticator.authenticate("Bearer sk-one")
+
+
+def test_an_empty_table_lets_nobody_in(authenticator: Authenticator) -> None:
+    authenticator.use(KeyTable())
+
+    with pytest.raises(Unauthenticated):
+        authenticator.authenticate("Bearer sk-one")
+
+
+def test_before_the_keys_are_read_nobody_is_let_in() -> None:
+    authenticator = Authenticator(SECRET, is_open=False)
+
+    with pytest.raises(StoreUnavailable):
+        authenticator.authenticate("Bearer sk-one")
+
+
 def test_without_keys_everyone_is_the_default_tenant() -> None:
-    assert Authenticator(None, SECRET).authenticate(None).tenant_id == "default"
+    assert Authenticator(SECRET, is_open=True).authenticate(None).tenant_id == "default"
 
 
-def test_salts_differ_by_tenant_and_secret_and_are_stable(authenticator: Authenticator, tmp_path: Path) -> None:
+def test_salts_differ_by_tenant_and_secret_and_are_stable(authenticator: Authenticator) -> None:
     one = authenticator.authenticate("Bearer sk-one").cache_salt
     two = authenticator.authenticate("Bearer sk-two").cache_salt
-    again = Authenticator(read_api_keys(tmp_path / "keys"), SECRET).authenticate("Bearer sk-one").cache_salt
-    other = Authenticator(read_api_keys(tmp_path / "keys"), b"another secret ...").authenticate("Bearer sk-one")
+    again = authenticator_of().authenticate("Bearer sk-one").cache_salt
+    other = authenticator_of(b"another secret ...").authenticate("Bearer sk-one")
 
     assert len({one, two, other.cache_salt}) == 3
     assert one == again
     assert len(one) == 32
-
-
-@pytest.mark.parametrize(
-    "text", ["", "# none\n", "no-colon\n", ":acme\n", "key:\n", "key:a b\n", "key:acme\nkey:globex\n"]
-)
-def test_a_keys_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError):
-        read_api_keys(keys_file(tmp_path, text))
-
-
-def test_a_missing_keys_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        read_api_keys(tmp_path / "nothing")
-
-
-def test_a_bad_line_is_named_by_number_and_not_shown(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_api_keys(keys_file(tmp_path, "sk-good:acme\nsk-secret-without-tenant\n"))
-
-    assert "Line 2" in str(caught.value)
-    assert "sk-secret" not in str(caught.value)
 
 
 def test_the_secret_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
