@@ -244,6 +244,7 @@ class Completions:
             logit_bias=options.logit_bias,
             allowed_token_ids=options.allowed_token_ids,
             bad_words=bad_words,
+            grammar=None if options.constraint is None else options.constraint.grammar,
             num_logprobs=options.num_logprobs if options.max_output_tokens != 0 else None,
             num_prompt_logprobs=options.num_measured_prompt_logprobs,
         )

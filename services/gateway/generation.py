@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Final, TypeAlias
 
 from libs.errors import OctavoError
+from libs.grammar import Grammar
 from libs.kv import SharedPrefix
 
 # Choices of one request at most; bounds what its stream can have to say of it.
@@ -44,6 +45,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     # Alternatives to report beside each token's own log-probability; None reports nothing.
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None

@@ -14,6 +14,7 @@ from libs.errors import InvalidRequest
 from services.gateway.generation import MAX_CHOICES
 from services.gateway.openai_fields import check_stream_options
 from services.gateway.openai_values import is_number, read_boolean, read_integer, read_number, read_token_ids
+from services.gateway.output_constraints import OutputConstraint, parse_output_constraint
 
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_STRING_CHARACTERS: Final = 256
@@ -61,6 +62,8 @@ class GenerationOptions:
     logit_bias: Mapping[int, float]
     allowed_token_ids: tuple[int, ...]
     bad_words: tuple[str, ...]
+    # What the answer is held to.
+    constraint: OutputConstraint | None
     # None means: as much as the endpoint gives unasked. 0 means that only the prompt is of interest.
     max_output_tokens: int | None
     min_output_tokens: int
@@ -123,6 +126,7 @@ def parse_generation_options(
         logit_bias=_logit_bias(body, vocab_size),
         allowed_token_ids=_allowed_token_ids(body, vocab_size),
         bad_words=_bad_words(body),
+        constraint=parse_output_constraint(body),
         max_output_tokens=max_output_tokens,
         min_output_tokens=_min_output_tokens(body, max_output_tokens),
         stop_strings=_stop_strings(body),

@@ -45,6 +45,8 @@ _SHARED_FIELDS: Final = frozenset(
         "return_token_ids",
         "logprobs",
         "prompt_logprobs",
+        "response_format",
+        "structured_outputs",
         # Recorded in the log event of the request, like the two after them; they do not change the answer.
         "user",
         "safety_identifier",
@@ -94,7 +96,6 @@ _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "prompt_cache_options": _null,
     "prompt_cache_retention": _null,
     "reasoning_effort": _one_of("none"),
-    "response_format": _one_of({"type": "text"}),
     "service_tier": _one_of("auto", "default"),
     "store": _OFF,
     "tool_choice": _one_of("none"),
@@ -109,11 +110,7 @@ _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "chat_template": _null,
     "chat_template_kwargs": _empty,
     "documents": _empty,
-    "guided_choice": _null,
     "guided_decoding_backend": _null,
-    "guided_grammar": _null,
-    "guided_json": _null,
-    "guided_regex": _null,
     "guided_whitespace_pattern": _null,
     "include_reasoning": _one_of(True, False),
     "kv_transfer_params": _null,
@@ -126,16 +123,30 @@ _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "request_id": _null,
     "return_tokens_as_token_ids": _OFF,
     "spaces_between_special_tokens": _ON,
-    "structured_outputs": _null,
     "suffix": _null,
     "thinking_token_budget": _null,
     "use_beam_search": _OFF,
     "vllm_xargs": _empty,
 }
 
+# Names that vLLM has given up, and what takes their place.
+_RENAMED: Final[Mapping[str, str]] = {
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+}
+
 # Of these a value is legal and served only in part.
 _NEUTRAL_STREAM_OPTIONS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "include_obfuscation": _OFF,
+}
+_NEUTRAL_STRUCTURED_OUTPUTS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "disable_additional_properties": _OFF,
+    "disable_any_whitespace": _OFF,
+    "disable_fallback": _one_of(True, False),
+    "structural_tag": _null,
+    "whitespace_pattern": _null,
 }
 _NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     # What an answer holds, so that a client may send it back as it came.
@@ -176,6 +187,16 @@ def check_stream_options(options: Mapping[str, Any]) -> None:
     )
 
 
+def check_structured_outputs(options: Mapping[str, Any]) -> None:
+    """The same for ``structured_outputs``."""
+    _check(
+        options,
+        frozenset({"json", "json_object", "regex", "choice", "grammar"}),
+        _NEUTRAL_STRUCTURED_OUTPUTS,
+        path="structured_outputs.",
+    )
+
+
 def check_message_fields(message: Mapping[str, Any], path: str) -> None:
     """The same for one message, for example ``messages[3]``."""
     _check(message, frozenset({"role", "content"}), _NEUTRAL_MESSAGE_FIELDS, path=f"{path}.")
@@ -197,6 +218,10 @@ def _check(
         if name in served:
             continue
         param = path + name[:_SHOWN_NAME_CHARACTERS]
+        if not path and name in _RENAMED:
+            if value is None:
+                continue
+            raise UnsupportedField(f"{name!r} is now called {_RENAMED[name]!r}; send that.", param=name)
         is_neutral = neutral_values.get(name)
         if is_neutral is None:
             raise InvalidRequest(_unknown(param, name, [*served, *neutral_values]), param=param)

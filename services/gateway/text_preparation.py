@@ -13,16 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from libs.errors import ContextLengthExceeded, InvalidRequest
+from libs.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
+from libs.grammar import GrammarCompiler
 from libs.kv import HASH_ALGORITHM, HashContract, PrefixHash, SharedPrefix, prefix_hashes
 from libs.text import IncrementalDetokenizer, ModelText
 from services.gateway.generation_options import TRUNCATE_TO_FIT, GenerationOptions
+from services.gateway.output_constraints import OutputConstraint
 from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.shared_prefixes import SharedPrefixes
 
 Result = TypeVar("Result")
 
 _LONG_TEXT_CHARACTERS = 256 * 1024
+# A character of a grammar costs as much as so many of a text; only decides which threads do the work.
+_CHARACTERS_PER_GRAMMAR_CHARACTER = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class TextPreparation:
         self.model_text = model_text
         self._shared_prefixes = shared_prefixes
         self.hash_contract = HashContract(block_size, HASH_ALGORITHM, model_text.tokenizer_digest)
+        eos_token_ids = model_text.eos_token_ids
+        self._grammars = GrammarCompiler(model_text.tokenizer, eos_token_ids) if eos_token_ids else None
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         # Long texts queue among themselves, so that they cannot hold up everybody else.
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="long-text")
@@ -66,20 +72,25 @@ class TextPreparation:
     async def prepare(
         self, prompts: Sequence[Prompt], options: GenerationOptions, *, cache_salt: bytes, max_model_len: int
     ) -> PreparedText:
-        """Render, tokenize, cut and hash a request's prompts, and tokenize its bad words.
+        """Render, tokenize, cut and hash a request's prompts, tokenize its bad words and try its grammar.
 
         A prompt beyond ``max_model_len`` comes back as its tokens alone: it will not be served.
 
         Raises:
             TemplateRefused: the model's template does not take these messages.
-            InvalidRequest: a prompt without any token.
+            InvalidRequest: a prompt without any token, or a form of the answer that cannot be enforced.
         """
 
         def prepare() -> PreparedText:
+            if options.constraint is not None:
+                self._check_constraint(options.constraint)
             prepared = [self._prepare(prompt, options, cache_salt, max_model_len) for prompt in prompts]
             return PreparedText(prepared, self._bad_words(options.bad_words))
 
-        return await self.run(prepare, num_characters=sum(prompt.num_characters for prompt in prompts))
+        num_characters = sum(prompt.num_characters for prompt in prompts)
+        if options.constraint is not None:
+            num_characters += _CHARACTERS_PER_GRAMMAR_CHARACTER * options.constraint.grammar.num_characters
+        return await self.run(prepare, num_characters=num_characters)
 
     async def run(self, work: Callable[[], Result], *, num_characters: int) -> Result:
         """Do work on so much text in a thread."""
@@ -124,6 +135,15 @@ class TextPreparation:
         shared_prefix = self._shared_prefixes.find(token_ids)
         hashes = prefix_hashes(token_ids, self.hash_contract.block_size, cache_salt, shared_prefix)
         return PreparedPrompt(token_ids, hashes, shared_prefix, echoed_text, is_continued)
+
+    def _check_constraint(self, constraint: OutputConstraint) -> None:
+        """Compile the grammar as a worker will; what cannot be enforced is refused before it costs anything."""
+        if self._grammars is None:
+            raise UnsupportedField("A model without an end token cannot follow a form.", param=constraint.param)
+        try:
+            self._grammars.compile(constraint.grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=constraint.param) from error
 
     def _shown_text(
         self, prompt: Prompt, token_ids: Sequence[int], options: GenerationOptions, *, is_cut: bool

@@ -8,6 +8,7 @@ from itertools import islice
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from libs.errors import OctavoError
+from libs.grammar import Grammar, GrammarForm
 from libs.kv import HashContract
 from libs.protogen.engine.v1 import engine_pb2
 from libs.protogen.generation.v1 import generation_pb2
@@ -189,7 +190,20 @@ def _encode_sampling_params(params: SamplingParams) -> generation_pb2.SamplingPa
         bad_words=[generation_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
         num_logprobs=params.num_logprobs,
         num_prompt_logprobs=params.num_prompt_logprobs,
+        grammar=None if params.grammar is None else _encode_grammar(params.grammar),
     )
+
+
+def _encode_grammar(grammar: Grammar) -> generation_pb2.Grammar:
+    match grammar.form:
+        case GrammarForm.JSON_SCHEMA:
+            return generation_pb2.Grammar(json_schema=grammar.text)
+        case GrammarForm.REGEX:
+            return generation_pb2.Grammar(regex=grammar.text)
+        case GrammarForm.LARK:
+            return generation_pb2.Grammar(lark=grammar.text)
+        case GrammarForm.CHOICE:
+            return generation_pb2.Grammar(choice=generation_pb2.ChoiceList(choices=grammar.texts))
 
 
 def _decode_output_logprobs(message: generation_pb2.GenerateResponse) -> dict[int, list[TokenLogprob]]:

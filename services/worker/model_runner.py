@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from numpy.typing import NDArray
 
 from libs.errors import InternalError, ModelLoadFailed
 from libs.obs import get_logger
-from libs.text import load_model_text, resolve_model_path
+from libs.text import ModelText, load_model_text, resolve_model_path
 from services.worker.config import Quantization, WeightsType, WorkerConfig, parse_size
 from services.worker.forward_pass import ForwardPass, load_forward_pass, make_row_sampler
+from services.worker.grammar_matcher import GrammarMatchers
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.kv_cache import (
     CacheBudget,
@@ -54,7 +56,18 @@ from services.worker.work_counter import WorkCounter
 
 _log = get_logger("model_runner")
 
-MakeMatcher = Callable[[NewSequence], TokenMatcher | None]
+
+class Matchers(Protocol):
+    """Makes what follows the grammars of one model's sequences."""
+
+    def matcher_of(self, sequence: NewSequence) -> TokenMatcher | None:
+        """Return what follows a new sequence's grammar, after the output that it has; None without a grammar."""
+        ...
+
+    def close(self) -> None:
+        """Give up what was prepared."""
+        ...
+
 
 _DTYPES = {WeightsType.BFLOAT16: torch.bfloat16, WeightsType.FLOAT32: torch.float32}
 
@@ -72,10 +85,12 @@ _NO_TOKEN_LEFT = (
 class TorchRunner:
     """A ``ModelRunner`` on torch. All methods are called from one thread: torch's thread count belongs to it."""
 
-    def __init__(self, config: WorkerConfig, make_matcher: MakeMatcher = lambda sequence: None) -> None:
-        """Begin without a model; ``make_matcher`` returns what follows a new sequence's grammar, if it has one."""
+    def __init__(
+        self, config: WorkerConfig, new_matchers: Callable[[ModelText], Matchers] = GrammarMatchers
+    ) -> None:
+        """Begin without a model; ``new_matchers`` is called with each that is loaded."""
         self._config = config
-        self._make_matcher = make_matcher
+        self._new_matchers = new_matchers
         self._dtype = _DTYPES[config.dtype]
         self._loaded: _Loaded | None = None
         self._settling: Settling | None = None
@@ -88,6 +103,8 @@ class TorchRunner:
         """
         if self._settling is not None:
             self._settling.stop()
+        if self._loaded is not None:
+            self._loaded.matchers.close()
         self._loaded = None
         torch.set_num_threads(self._config.num_threads_used)
         path = resolve_model_path(self._config.model)
@@ -136,7 +153,7 @@ class TorchRunner:
             InputBatch(limits),
             sampler,
             PromptScorer(row_sampler, max_num_seqs=limits.max_num_seqs),
-            self._make_matcher,
+            self._new_matchers(text),
             WorkCounter(source.config, model.weight_sizes, kv_value_bytes=self._dtype.itemsize),
         )
         on_progress(LoadProgress("warming up", reader.total_bytes, reader.total_bytes))
@@ -255,13 +272,13 @@ class _Loaded:
     batch: InputBatch
     sampler: Sampler
     prompt_scorer: PromptScorer
-    make_matcher: MakeMatcher
+    matchers: Matchers
     work: WorkCounter
 
     def admit(self, sequence: NewSequence) -> None:
         """Take a new sequence's sampling parameters; raises InvalidRequest for those that do not fit the model."""
         self.sampler.add(
-            sequence.slot, sequence.sampling_params, sequence.choice_index, self.make_matcher(sequence)
+            sequence.slot, sequence.sampling_params, sequence.choice_index, self.matchers.matcher_of(sequence)
         )
         self.prompt_scorer.add(sequence.slot, sequence.sampling_params)
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libs.errors import ClientError, InvalidRequest
+from libs.grammar import Grammar
 from libs.logprobs import TokenLogprobs
 from services.worker.step_work import MachineLimits, StepWork
 
@@ -59,6 +60,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_logprobs: int | None = None  # alternatives beside each output token's log-probability; None wants neither
     num_prompt_logprobs: int | None = None  # the same for prompt tokens
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _require(

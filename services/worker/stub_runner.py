@@ -8,7 +8,8 @@ wrong order or wrongly found in the prefix cache ends the step with an InternalE
 The next token after tokens ``t[0..n)`` is ``first_token_id + mix(h) % num_token_ids`` where ``h`` starts as
 ``seed * 0x9E3779B97F4A7C15 + choice_index`` for a drawn sequence and 0 for a greedy one, takes each token as
 ``h = h * 0x100000001B3 + t + 1``, all modulo 2**64, and ``mix`` is the finalizer of SplitMix64. So it depends on
-the full content, and a resumed sequence goes on as if it had never stopped.
+the full content, and a resumed sequence goes on as if it had never stopped. Where a grammar holds the sequence, the
+token is one of the ``n`` that may come next, in the order of their ids: the one at ``mix(h) % n``.
 
 Log-probabilities follow a rule as well: of the ids that the stub emits, taken in a circle, the one ``n`` places
 after the next token has ``-(n + 1) / 2`` and rank ``n + 1``; all other tokens come after them.
@@ -25,8 +26,9 @@ from numpy.typing import NDArray
 
 from libs.errors import InternalError, ModelLoadFailed, UnsupportedField
 from libs.logprobs import TokenLogprobs
-from libs.text import load_model_text, resolve_model_path
+from libs.text import ModelText, load_model_text, resolve_model_path
 from services.worker.config import WorkerConfig
+from services.worker.grammar_matcher import GrammarMatcher, GrammarMatchers
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.step import (
     IntArray,
@@ -38,9 +40,11 @@ from services.worker.step import (
     PromptLogprobs,
     SampledTokens,
     SamplingParams,
+    SequenceFailure,
     StepInput,
     StepResult,
 )
+from services.worker.token_mask import allowed_of, num_mask_words
 
 _MULTIPLIER = 0x100000001B3
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
@@ -76,7 +80,9 @@ class StubRunner:
         )
         if config.stub_eos_after_tokens is not None and not text.eos_token_ids:
             raise ModelLoadFailed(f"stub_eos_after_tokens is set, but {config.model} has no end token.")
-        self._loaded = _StubState(config, limits, text.eos_token_ids)
+        if self._loaded is not None:
+            self._loaded.close()
+        self._loaded = _StubState(config, limits, text)
         on_progress(LoadProgress("preparing the stub", 1, 1))
         return LoadedModel(
             num_blocks=limits.num_blocks,
@@ -129,10 +135,14 @@ class TokenRule:
 
     def next_token_id(self, token_ids: NDArray[np.int32], start: int) -> int:
         """Return the token after ``token_ids``; ``start`` is the hash's first value."""
+        return self.first_token_id + self.draw(token_ids, start) % self.num_token_ids
+
+    def draw(self, token_ids: NDArray[np.int32], start: int) -> int:
+        """Return the number that decides on the token after ``token_ids``."""
         exponents = np.arange(len(token_ids) - 1, -1, -1)
         terms = _powers(len(token_ids))[exponents] * (token_ids.astype(np.uint64) + np.uint64(1))
         value = (start * pow(_MULTIPLIER, len(token_ids), 2**64) + int(terms.sum(dtype=np.uint64))) & _MASK
-        return self.first_token_id + _mix(value) % self.num_token_ids
+        return _mix(value)
 
     def measure(self, next_token_id: int, token_id: int, num_alternatives: int) -> TokenLogprobs:
         """Return the log-probability of ``token_id`` where the rule gives ``next_token_id``."""
@@ -154,12 +164,14 @@ class TokenRule:
 class _StubState:
     """Sequences and the fake KV cache."""
 
-    def __init__(self, config: WorkerConfig, limits: BatchLimits, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, config: WorkerConfig, limits: BatchLimits, text: ModelText) -> None:
         self.batch = InputBatch(limits)
         self._limits = limits
         self._rule = TokenRule(config.stub_first_token_id, config.stub_num_token_ids)
         self._eos_after_tokens = config.stub_eos_after_tokens
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = text.eos_token_ids
+        self._grammars = GrammarMatchers(text)
+        self._matchers: dict[int, GrammarMatcher | None] = {}  # by slot
         self._stored = np.full((limits.num_blocks + 1, limits.block_size), _UNWRITTEN, dtype=np.int32)
         self._starts: dict[int, int] = {}  # the hash's first value by slot
         self._params: dict[int, SamplingParams] = {}  # by slot
@@ -171,6 +183,11 @@ class _StubState:
         self._starts[sequence.slot] = (
             0 if params.is_greedy else (params.seed * _SEED_MULTIPLIER + sequence.choice_index) & _MASK
         )
+        self._matchers[sequence.slot] = self._grammars.matcher_of(sequence)
+
+    def close(self) -> None:
+        """Stop what compiles grammars."""
+        self._grammars.close()
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         """Copy contents between blocks."""
@@ -181,10 +198,16 @@ class _StubState:
         self._stored.reshape(-1)[batch.slot_mapping] = batch.token_ids
         for index, slot in enumerate(batch.slots.tolist()):
             self._check_context(slot, batch.block_tables[index], int(batch.context_lens[index]))
-        slots = batch.slots[batch.is_sampled]
-        token_ids = np.array([self._next_token_id(slot) for slot in slots.tolist()], dtype=np.int64)
+        chosen = {slot: self._next_token_id(slot) for slot in batch.slots[batch.is_sampled].tolist()}
+        failed = [
+            self.batch.fail(slot, SequenceFailure.NO_TOKEN_LEFT, "The grammar lets no token come next.")
+            for slot, token_id in chosen.items()
+            if token_id is None
+        ]
+        slots = np.array([slot for slot, token_id in chosen.items() if token_id is not None], dtype=np.int64)
+        token_ids = np.array([chosen[slot] for slot in slots.tolist()], dtype=np.int64)
         sampled = SampledTokens(
-            slots, token_ids, (), self._measure_output(slots, token_ids), self._measure_prompts(batch)
+            slots, token_ids, tuple(failed), self._measure_output(slots, token_ids), self._measure_prompts(batch)
         )
         self.batch.commit(batch, slots, token_ids)
         return sampled
@@ -220,12 +243,25 @@ class _StubState:
         next_token_id = self._rule.next_token_id(before, self._starts[slot])
         return self._rule.measure(next_token_id, token_id, num_alternatives)
 
-    def _next_token_id(self, slot: int) -> int:
+    def _next_token_id(self, slot: int) -> int | None:
         token_ids = self.batch.token_ids_of(slot)
+        matcher = self._matchers[slot]
+        if matcher is not None:
+            return self._allowed_token_id(matcher, self._rule.draw(token_ids, self._starts[slot]))
         num_output_tokens = len(token_ids) - self.batch.num_prompt_tokens(slot)
         if self._eos_after_tokens is not None and num_output_tokens >= self._eos_after_tokens:
             return self._eos_token_ids[0]
         return self._rule.next_token_id(token_ids, self._starts[slot])
+
+    def _allowed_token_id(self, matcher: GrammarMatcher, draw: int) -> int | None:
+        mask = np.zeros(num_mask_words(self._limits.vocab_size), dtype=np.int32)
+        matcher.fill_mask(mask)
+        allowed = np.flatnonzero(allowed_of(mask, self._limits.vocab_size))
+        if not len(allowed):
+            return None
+        token_id = int(allowed[draw % len(allowed)])
+        matcher.accept(token_id)
+        return token_id
 
     def _check_context(self, slot: int, block_table: NDArray[np.int32], context_len: int) -> None:
         stored = self._stored[block_table].reshape(-1)[:context_len]

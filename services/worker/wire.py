@@ -7,11 +7,11 @@ a runner does with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
-from libs.errors import ClientError, UnsupportedField
+from libs.errors import ClientError, InvalidRequest
+from libs.grammar import Grammar, GrammarForm
 from libs.logprobs import TokenLogprobs
 from libs.protogen.generation.v1 import generation_pb2
 from libs.protogen.worker.v1 import worker_pb2
@@ -36,9 +36,6 @@ _FAILURES = {
     SequenceFailure.INVALID_LOGITS: worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS,
     SequenceFailure.REFUSED: worker_pb2.SEQUENCE_FAILURE_UNSUPPORTED,
 }
-
-# Fields of SamplingParams that nothing here can follow yet.
-_UNSERVED_FIELDS: tuple[Literal["grammar"], ...] = ("grammar",)
 
 
 def load_request_of(message: worker_pb2.LoadModelRequest) -> LoadRequest:
@@ -162,9 +159,6 @@ def _new_sequence_of(message: worker_pb2.NewSequence) -> NewSequence:
 
 
 def _sampling_params_of(message: generation_pb2.SamplingParams) -> SamplingParams:
-    for name in _UNSERVED_FIELDS:
-        if message.HasField(name):
-            raise UnsupportedField(f"sampling_params.{name} is not served by this worker.", param=name)
     return SamplingParams(
         temperature=message.temperature,
         top_p=message.top_p if message.HasField("top_p") else None,
@@ -182,7 +176,22 @@ def _sampling_params_of(message: generation_pb2.SamplingParams) -> SamplingParam
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        grammar=_grammar_of(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def _grammar_of(message: generation_pb2.Grammar) -> Grammar:
+    match message.WhichOneof("form"):
+        case "json_schema":
+            return Grammar(GrammarForm.JSON_SCHEMA, (message.json_schema,))
+        case "regex":
+            return Grammar(GrammarForm.REGEX, (message.regex,))
+        case "lark":
+            return Grammar(GrammarForm.LARK, (message.lark,))
+        case "choice":
+            return Grammar(GrammarForm.CHOICE, tuple(message.choice.choices))
+        case _:
+            raise InvalidRequest("A grammar has exactly one form; this one has none.", param="grammar")
 
 
 def _array(values: Sequence[int]) -> IntArray:

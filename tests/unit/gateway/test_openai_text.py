@@ -101,7 +101,7 @@ def test_any_other_prompt_is_refused(prompt: Any) -> None:
         ("best_of", 2),
         ("best_of", 10**6),
         ("use_beam_search", True),
-        ("response_format", {"type": "x"}),
+        ("guided_regex", "a+"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(field: str, value: Any) -> None:

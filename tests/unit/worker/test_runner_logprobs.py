@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from libs.logprobs import TokenLogprobs
+from libs.text import ModelText
 from services.worker.config import Quantization, WeightsType, WorkerConfig
 from services.worker.model_runner import TorchRunner
 from services.worker.prompt_logprobs import MAX_ROWS_AT_A_TIME
@@ -157,14 +158,22 @@ class CountsDown:
         assert token_id == self._left.pop(0)
 
 
-def test_a_matcher_leads_its_sequence_until_nothing_is_allowed(tmp_path: Path) -> None:
-    def matcher_of(sequence: NewSequence) -> TokenMatcher | None:
+class CountdownMatchers:
+    def __init__(self, text: ModelText) -> None:
+        pass
+
+    def matcher_of(self, sequence: NewSequence) -> TokenMatcher | None:
         output = sequence.token_ids[sequence.num_prompt_tokens :].tolist()
         return CountsDown([40, 41, 42, 43], output) if sequence.slot in (1, 3) else None
 
+    def close(self) -> None:
+        pass
+
+
+def test_a_matcher_leads_its_sequence_until_nothing_is_allowed(tmp_path: Path) -> None:
     folder = save_model(random_llama(), tmp_path)
     runner = TorchRunner(
-        WorkerConfig(model=str(folder), dtype=WeightsType.FLOAT32, kv_cache_memory="4MiB"), matcher_of
+        WorkerConfig(model=str(folder), dtype=WeightsType.FLOAT32, kv_cache_memory="4MiB"), CountdownMatchers
     )
     engine = SmallEngine(runner, runner.load(load_request(), lambda progress: None))
     engine.add(0, prompt_of(1, 9))

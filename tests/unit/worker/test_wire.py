@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from libs.errors import InvalidRequest, UnsupportedField
+from libs.errors import InvalidRequest
+from libs.grammar import Grammar, GrammarForm
 from libs.logprobs import TokenLogprobs
 from libs.protogen.generation.v1 import generation_pb2
 from libs.protogen.worker.v1 import worker_pb2
@@ -108,24 +109,36 @@ def test_all_served_parameters_arrive() -> None:
 def test_every_parameter_is_either_served_or_refused() -> None:
     served = set(SamplingParams.__dataclass_fields__)
     # The engine alone applies this one.
-    known = served | set(wire._UNSERVED_FIELDS) | {"max_output_tokens"}
+    known = served | {"max_output_tokens"}
 
     assert {field.name for field in generation_pb2.SamplingParams.DESCRIPTOR.fields} == known
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("message", "grammar"),
     [
-        generation_pb2.SamplingParams(grammar=generation_pb2.Grammar(regex="a+")),
+        (generation_pb2.Grammar(regex="a+"), Grammar(GrammarForm.REGEX, ("a+",))),
+        (generation_pb2.Grammar(lark="start: A"), Grammar(GrammarForm.LARK, ("start: A",))),
+        (generation_pb2.Grammar(json_schema="{}"), Grammar(GrammarForm.JSON_SCHEMA, ("{}",))),
+        (
+            generation_pb2.Grammar(choice=generation_pb2.ChoiceList(choices=["a", "b"])),
+            Grammar(GrammarForm.CHOICE, ("a", "b")),
+        ),
     ],
 )
-def test_what_is_not_served_refuses_its_sequence(params: generation_pb2.SamplingParams) -> None:
-    step = wire.step_input_of(sequence_with(params))
+def test_every_form_of_a_grammar_is_read(message: generation_pb2.Grammar, grammar: Grammar) -> None:
+    (sequence,) = wire.step_input_of(sequence_with(generation_pb2.SamplingParams(grammar=message))).new_sequences
+
+    assert sequence.sampling_params.grammar == grammar
+
+
+def test_a_grammar_without_a_form_refuses_its_sequence() -> None:
+    step = wire.step_input_of(sequence_with(generation_pb2.SamplingParams(grammar=generation_pb2.Grammar())))
 
     assert step.new_sequences == ()
     (refused,) = step.refused_sequences
     assert refused.slot == 6
-    assert isinstance(refused.error, UnsupportedField)
+    assert isinstance(refused.error, InvalidRequest)
 
 
 def test_a_value_out_of_range_refuses_its_sequence() -> None:

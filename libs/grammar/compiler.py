@@ -1,0 +1,161 @@
+"""Grammars to masks of tokens, with llguidance.
+
+Owns the vocabulary as llguidance wants it, the form of white space, and the limits of compiling and of a step. All
+methods may be called from several threads at once; llguidance gives the interpreter's lock back while it works. It
+must not know requests or samplers.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from libs.errors import InvalidRequest
+from libs.grammar.grammar import Grammar, GrammarForm, check_grammar
+from libs.text import Tokenizer
+
+# Between the tokens of JSON: a line break and indentation at most, so that a model cannot go on with white space.
+WHITE_SPACE: Final = r"\n?[ ]{0,16}"
+JSON_OPTIONS: Final[llguidance._lib.JsonCompileOptions] = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
+# In llguidance's units of work, about 50,000 to a millisecond: they bound the time of a compilation and of a mask
+# the same on every machine, so that what a gateway has compiled a worker compiles too.
+_LIMITS: Final = llguidance.LLParserLimits(
+    initial_lexer_fuel=5_000_000, step_lexer_fuel=1_000_000, max_grammar_size=500_000, verbose_errors=False
+)
+_MAX_CACHED_GRAMMARS: Final = 64
+_MAX_REASON_CHARACTERS: Final = 500
+
+
+class CompiledGrammar:
+    """Where an output is in a grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_words: int, end_token_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+        self._end_token_ids = end_token_ids
+        self._has_ended = False
+
+    def copy(self) -> CompiledGrammar:
+        """Return another that is in the same place and goes on by itself."""
+        return CompiledGrammar(self._matcher.deep_copy(), self._num_words, self._end_token_ids)
+
+    def accept(self, token_id: int) -> None:
+        """Go on with a token; one that is not allowed leaves no token to follow."""
+        # Steps are sent ahead: after an end token one more may be sampled, which nobody will see.
+        if not self._has_ended:
+            self._matcher.consume_token(token_id)
+            self._has_ended = token_id in self._end_token_ids
+
+    def fill_mask(self, mask: NDArray[np.int32]) -> None:
+        """Write which tokens may come next, packed, ``[num_words]``; none when the work exceeds the limits."""
+        # A model's vocabulary is often padded beyond what its tokenizer has tokens for.
+        mask[self._num_words :] = 0
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * mask.itemsize)
+        if self._matcher.is_error():
+            # llguidance would end the output here, as if it were complete.
+            mask[:] = 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why no token can follow, if the grammar or its work failed."""
+        return self._matcher.get_error() if self._matcher.is_error() else None
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and keeps some of what it has compiled."""
+
+    def __init__(self, tokenizer: Tokenizer, end_token_ids: Sequence[int]) -> None:
+        """Prepare the vocabulary; at least one end token is needed, or no output could end."""
+        self._end_token_ids = frozenset(end_token_ids)
+        self._num_words = -(-tokenizer.vocab_size // 32)
+        self._vocabulary = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Vocabulary(tokenizer, end_token_ids)), eos_token=list(end_token_ids)
+        )
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the last used at the end
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Return the grammar at its beginning.
+
+        Raises:
+            InvalidRequest: it is too large, wrong, or asks for what cannot be enforced; the message says what.
+        """
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._compiled.move_to_end(grammar)
+                return known.copy()
+        check_grammar(grammar)
+        compiled = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > _MAX_CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return compiled.copy()
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        compiled = CompiledGrammar(
+            llguidance.LLMatcher(self._vocabulary, _source_of(grammar), log_level=0, limits=_LIMITS),
+            self._num_words,
+            self._end_token_ids,
+        )
+        if compiled.failure is None:
+            # Some grammars prove to be empty or endless only when their first tokens are looked for.
+            mask = np.zeros(self._num_words, dtype=np.int32)
+            compiled.copy().fill_mask(mask)
+            if not mask.any():
+                raise InvalidRequest(f"The {_NAMES[grammar.form]} allows no output, or none that can be found.")
+        if compiled.failure is not None:
+            raise InvalidRequest(
+                f"The {_NAMES[grammar.form]} cannot be enforced: {compiled.failure[:_MAX_REASON_CHARACTERS]}"
+            )
+        return compiled
+
+
+_NAMES: Final = {
+    GrammarForm.JSON_SCHEMA: "JSON schema",
+    GrammarForm.REGEX: "regular expression",
+    GrammarForm.LARK: "grammar",
+    GrammarForm.CHOICE: "choice",
+}
+
+
+class _Vocabulary:
+    """A tokenizer as ``llguidance.TokenizerWrapper`` takes it."""
+
+    def __init__(self, tokenizer: Tokenizer, end_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = end_token_ids[0]
+        self.bos_token_id: int | None = None
+        token_ids = range(tokenizer.vocab_size)
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in token_ids]
+        # No grammar of text allows these, whatever letters their names have.
+        self.special_token_ids = [
+            token_id for token_id in token_ids if tokenizer.is_special(token_id) or token_id in end_token_ids
+        ]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, allow_special=False)
+
+
+def _source_of(grammar: Grammar) -> str:
+    """Return the grammar in llguidance's own words."""
+    matcher = llguidance.LLMatcher
+    match grammar.form:
+        case GrammarForm.JSON_SCHEMA:
+            return matcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
+        case GrammarForm.REGEX:
+            # A digit is one of ten, as in JSON, not any of Unicode's.
+            return matcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(grammar.text, 'd')}/")
+        case GrammarForm.LARK:
+            return matcher.grammar_from_lark(grammar.text)
+        case GrammarForm.CHOICE:
+            literals = (json.dumps(literal, ensure_ascii=False) for literal in grammar.texts)
+            return matcher.grammar_from_lark("start: " + " | ".join(literals))

@@ -1,0 +1,109 @@
+"""A language that an output can be held to, and the bounds of its description.
+
+Owns what can be told without a compiler: sizes, depths, keywords that would switch enforcement off. It must not
+know tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import orjson
+
+from libs.errors import InvalidRequest
+
+MAX_SCHEMA_BYTES: Final = 128 * 1024
+MAX_SCHEMA_DEPTH: Final = 64
+MAX_REGEX_CHARACTERS: Final = 4096
+MAX_GRAMMAR_CHARACTERS: Final = 256 * 1024
+MAX_LITERALS: Final = 1024
+MAX_LITERAL_CHARACTERS: Final = 4096
+# With it a schema could tell the compiler to leave out what it cannot enforce.
+_COMPILER_OPTIONS: Final = "x-guidance"
+
+
+class GrammarForm(StrEnum):
+    """The ways to describe a language."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A description: one text, or for a choice the literal outputs."""
+
+    form: GrammarForm
+    texts: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The one text of any form but a choice."""
+        (text,) = self.texts
+        return text
+
+    @property
+    def num_characters(self) -> int:
+        """How long the description is."""
+        return sum(map(len, self.texts))
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Refuse a description that is larger than what is compiled.
+
+    Raises:
+        InvalidRequest: it is too large or too deep, or no JSON where that is expected.
+    """
+    match grammar.form:
+        case GrammarForm.JSON_SCHEMA:
+            _check_schema(grammar.text)
+        case GrammarForm.REGEX:
+            _require_length("A regular expression", grammar.text, MAX_REGEX_CHARACTERS)
+        case GrammarForm.LARK:
+            _require_length("A grammar", grammar.text, MAX_GRAMMAR_CHARACTERS)
+        case GrammarForm.CHOICE:
+            if not 1 <= len(grammar.texts) <= MAX_LITERALS:
+                raise InvalidRequest(f"A choice has 1 to {MAX_LITERALS} strings, not {len(grammar.texts)}.")
+            for literal in grammar.texts:
+                _require_length("Each string of a choice", literal, MAX_LITERAL_CHARACTERS)
+
+
+def _require_length(subject: str, text: str, max_characters: int) -> None:
+    if not 1 <= len(text) <= max_characters:
+        raise InvalidRequest(f"{subject} has 1 to {max_characters} characters, not {len(text)}.")
+
+
+def _check_schema(text: str) -> None:
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(f"A schema has at most {MAX_SCHEMA_BYTES} bytes as JSON, not {num_bytes}.")
+    try:
+        schema = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The schema is not valid JSON: {error}.") from error
+    if not isinstance(schema, dict):
+        raise InvalidRequest("The schema must be a JSON object.")
+    for value, depth in _objects_in(schema):
+        if depth > MAX_SCHEMA_DEPTH:
+            raise InvalidRequest(f"A schema is nested at most {MAX_SCHEMA_DEPTH} levels deep; this one is deeper.")
+        if _COMPILER_OPTIONS in value:
+            raise InvalidRequest(f"The keyword {_COMPILER_OPTIONS!r} is not allowed in a schema.")
+
+
+def _objects_in(document: Any) -> Iterator[tuple[Mapping[str, Any], int]]:  # Any: a JSON document.
+    """Give every object of a document and how many objects and lists it lies in; too deep ones once."""
+    pending: list[tuple[Any, int]] = [(document, 1)]
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, dict):
+            yield value, depth
+            pending += [(part, depth + 1) for part in value.values()]
+        elif isinstance(value, list):
+            if depth > MAX_SCHEMA_DEPTH:
+                yield {}, depth
+            pending += [(part, depth + 1) for part in value]

@@ -1,0 +1,70 @@
+"""Structured output through the whole system: whatever a model would say, the answer has its form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.integration.test_real_model import MODEL, StartOctavo, client_of
+
+pytestmark = pytest.mark.asyncio
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "pets"],
+    "additionalProperties": False,
+}
+PERSON_FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+# So few blocks that sequences are preempted and come back with their output.
+FEW_BLOCKS = (
+    "--set",
+    "engine.num_blocks=40",
+    "--set",
+    "engine.watermark_fraction=0",
+    "--set",
+    "engine.admission=watermark",
+)
+
+
+async def ask(client: openai.AsyncOpenAI, seed: int, **fields: Any) -> tuple[str, str]:
+    answer = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Describe a person as JSON."}],
+        seed=seed,
+        **({"max_tokens": 160} | fields),
+    )
+    return answer.choices[0].message.content or "", answer.choices[0].finish_reason
+
+
+async def test_answers_of_the_real_model_have_their_form(running_octavo: StartOctavo) -> None:
+    with running_octavo(*FEW_BLOCKS) as octavo:
+        async with client_of(octavo) as client:
+            people = await asyncio.gather(*(ask(client, seed, response_format=PERSON_FORMAT) for seed in range(12)))
+            pattern, _ = await ask(client, 1, extra_body={"structured_outputs": {"regex": r"[A-Z]{3}-\d{4}"}})
+            choice, _ = await ask(client, 2, extra_body={"structured_outputs": {"choice": ["red", "blue"]}})
+            cut, cut_reason = await ask(client, 3, response_format=PERSON_FORMAT, max_tokens=4)
+            plain, _ = await ask(client, 4, max_tokens=8)
+            with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+                await ask(
+                    client, 5, extra_body={"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}
+                )
+
+    for text, reason in people:
+        assert reason == "stop"
+        jsonschema.validate(json.loads(text), PERSON)
+    assert re.fullmatch(r"[A-Z]{3}-\d{4}", pattern)
+    assert choice in ("red", "blue")
+    assert (cut_reason, cut[:1]) == ("length", "{")
+    assert plain
+    assert refused.value.param == "structured_outputs.json"
