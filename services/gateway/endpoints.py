@@ -19,6 +19,7 @@ from services.gateway.openai_text_answers import TextFormat
 from services.gateway.openai_text_schema import ValidTextCompletion, parse_text_completion
 from services.gateway.prompts import Prompt
 from services.gateway.text_preparation import PreparedPrompt
+from services.gateway.tool_call_text import HermesCallParser
 
 # What OpenAI gives for a plain prompt where nothing is said.
 _TEXT_MAX_TOKENS: Final = 16
@@ -58,7 +59,8 @@ class Endpoint(Generic[Request]):
 def _chat_format(
     request: ValidChatCompletion, head: AnswerHead, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
 ) -> AnswerFormat:
-    return ChatFormat(head, request.options, prompts[0], LogprobShapes(tokenizer))
+    new_parser = None if request.tools is None else HermesCallParser
+    return ChatFormat(head, request.options, prompts[0], LogprobShapes(tokenizer), new_parser)
 
 
 def _text_format(
