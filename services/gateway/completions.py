@@ -149,21 +149,7 @@ class Completions:
         )
         for account, prompt in zip(exchange.accounts, text.prompts, strict=True):
             account.num_prompt_tokens = len(prompt.token_ids)
-        limits = [
-            fit_output(
-                request.options,
-                num_prompt_tokens=len(prompt.token_ids),
-                max_model_len=max_model_len,
-                default_max_tokens=endpoint.default_max_tokens or self._settings.default_max_tokens,
-                prompt_field=endpoint.prompt_field,
-            )
-            for prompt in text.prompts
-        ]
-        check_total_logprobs(
-            request.options,
-            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in text.prompts),
-            max_output_tokens=sum(limits),
-        )
+        limits = self._output_limits(endpoint, request.options, text.prompts, max_model_len)
         for account, prompt, limit in zip(exchange.accounts, text.prompts, limits, strict=True):
             params = self._sampling_params(request.options, limit, text.bad_words)
             exchange.generations.append(self._new_generation(exchange, account, request.options, prompt, params))
@@ -179,6 +165,28 @@ class Completions:
             account.model_name, account.is_streaming = self._model.name, request.options.is_streaming
             account.user, account.metadata = request.options.user, request.options.metadata
             account.accept()
+
+    def _output_limits(
+        self,
+        endpoint: Endpoint[Request],
+        options: GenerationOptions,
+        prompts: Sequence[PreparedPrompt],
+        max_model_len: int,
+    ) -> list[int]:
+        """Return the output limit beside each prompt, in tokens; raises OctavoError for what cannot be served."""
+        limits = [
+            fit_output(
+                options,
+                num_prompt_tokens=len(prompt.token_ids),
+                max_model_len=max_model_len,
+                default_max_tokens=endpoint.default_max_tokens or self._settings.default_max_tokens,
+                prompt_field=endpoint.prompt_field,
+            )
+            for prompt in prompts
+        ]
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        check_total_logprobs(options, num_prompt_tokens=num_prompt_tokens, max_output_tokens=sum(limits))
+        return limits
 
     def _new_generation(
         self,

@@ -74,7 +74,7 @@ class TextPreparation:
     ) -> PreparedText:
         """Render, tokenize, cut and hash a request's prompts, tokenize its bad words and try its grammar.
 
-        A prompt beyond ``max_model_len`` comes back without hashes: it will not be served.
+        A prompt beyond ``max_model_len`` comes back as its tokens alone: it will not be served.
 
         Raises:
             TemplateRefused: the model's template does not take these messages.
@@ -126,12 +126,12 @@ class TextPreparation:
         if not all_token_ids:
             raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt")
         token_ids = all_token_ids[-_prompt_limit(options, max_model_len) :]
+        if len(token_ids) >= max_model_len:
+            return PreparedPrompt(token_ids, [])
         echoed_text = ""
         if options.echoes_prompt:
             echoed_text = self._shown_text(prompt, token_ids, options, is_cut=len(token_ids) < len(all_token_ids))
         is_continued = not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
-        if len(token_ids) >= max_model_len:
-            return PreparedPrompt(token_ids, [], None, echoed_text, is_continued)
         shared_prefix = self._shared_prefixes.find(token_ids)
         hashes = prefix_hashes(token_ids, self.hash_contract.block_size, cache_salt, shared_prefix)
         return PreparedPrompt(token_ids, hashes, shared_prefix, echoed_text, is_continued)

@@ -703,6 +703,17 @@ async def test_a_long_prompt_is_scored_whole(stand: Stand, is_streaming: bool) -
     assert scores == [None, *map(logprob_of, prompt[1:])]
 
 
+async def test_a_prompt_that_is_computed_again_elsewhere_is_scored_once(stand: Stand) -> None:
+    stand.engine.scripts.append(Script(error=WorkerLost("gone")))
+    prompt = [1000 + index for index in range(40)]
+
+    status, body, _ = await complete(stand, prompt, echo=True, logprobs=1, max_tokens=1)
+
+    assert status == 200
+    scores = body["choices"][0]["logprobs"]["token_logprobs"]
+    assert scores == [None, *map(logprob_of, [*prompt[1:], stand.encode("One")[0]])]
+
+
 async def test_more_log_probabilities_than_are_kept_are_refused(stand: Stand) -> None:
     num_submits = len(stand.engine.submits)
 

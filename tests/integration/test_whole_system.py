@@ -309,6 +309,54 @@ async def complete_thrice(client: AsyncOpenAI, prompt: str | list[str]) -> list[
     return [choice.text for choice in completion.choices]
 
 
+async def check_scores(client: AsyncOpenAI) -> None:
+    """A prompt is scored alike when it is computed, partly found in the cache, and with or without an answer."""
+
+    async def scores(prompt: list[int], **fields: Any) -> list[float | None]:
+        completion = await client.completions.create(
+            model=MODEL, prompt=prompt, echo=True, logprobs=1, temperature=0, **fields
+        )
+        logprobs = completion.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.token_logprobs is not None
+        assert logprobs.token_logprobs[0] is None
+        return list(logprobs.token_logprobs)
+
+    prompt = list(range(100, 140))
+    first = await scores(prompt, max_tokens=0)
+    other = await scores([*prompt[:32], 7, 8, 9], max_tokens=0)
+    again = await scores(prompt, max_tokens=0)
+    with_answer = await scores(prompt, max_tokens=1)
+
+    assert len(first) == 40
+    assert None not in first[1:]
+    assert first == again == with_answer[:40]
+    assert first[:32] == other[:32]
+    assert len(with_answer) == 41
+
+    chat: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hello"}],
+        "n": 2,
+        "seed": 3,
+        "max_tokens": 6,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = await client.chat.completions.create(**chat)
+    streamed: dict[int, list[Any]] = {0: [], 1: []}
+    async for chunk in await client.chat.completions.create(stream=True, **chat):
+        for choice in chunk.choices:
+            if choice.logprobs is not None:
+                streamed[choice.index] += choice.logprobs.content or ()
+    for answer in whole.choices:
+        assert answer.logprobs is not None
+        assert answer.logprobs.content is not None
+        assert answer.logprobs.content == streamed[answer.index]
+        assert [len(entry.top_logprobs) for entry in answer.logprobs.content] == [2] * 6
+        assert all(entry.logprob <= 0 for entry in answer.logprobs.content)
+
+
 async def test_the_openai_client_lists_completes_and_streams(running_octavo: StartOctavo) -> None:
     with running_octavo(*STUB) as octavo:
         async with AsyncOpenAI(base_url=f"{octavo.base_url}/v1", api_key="none", max_retries=0) as client:
@@ -329,6 +377,7 @@ async def test_the_openai_client_lists_completes_and_streams(running_octavo: Sta
             prompts = ["One two three", "Four five six seven", "Eight"]
             together = await complete_thrice(client, prompts)
             alone = [await complete_thrice(client, prompt) for prompt in prompts]
+            await check_scores(client)
 
     # A drawn choice depends on seed, place and text alone, not on what it was asked together with.
     assert together == [text for texts in alone for text in texts]

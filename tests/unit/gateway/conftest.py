@@ -58,7 +58,14 @@ def metrics() -> GatewayMetrics:
     return GatewayMetrics(CollectorRegistry())
 
 
-def submission(request_id: str = "r-1", *, max_output_tokens: int = 16, num_choices: int = 1) -> Submission:
+def submission(
+    request_id: str = "r-1",
+    *,
+    max_output_tokens: int = 16,
+    num_choices: int = 1,
+    num_logprobs: int | None = None,
+    num_prompt_logprobs: int | None = None,
+) -> Submission:
     """A small request as an engine takes it."""
     return Submission(
         request_id=request_id,
@@ -75,6 +82,8 @@ def submission(request_id: str = "r-1", *, max_output_tokens: int = 16, num_choi
             min_output_tokens=0,
             stop_token_ids=(),
             ignore_eos=False,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
         ),
         cache_salt=b"salt",
         num_choices=num_choices,

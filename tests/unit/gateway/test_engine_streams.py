@@ -17,7 +17,7 @@ from services.gateway.generation import (
     GenerationFinished,
     Submission,
 )
-from tests.fakes.fake_generation_engine import Script
+from tests.fakes.fake_generation_engine import Script, alternatives_of, logprob_of
 from tests.unit.gateway.conftest import StartEngine, submission
 
 
@@ -223,6 +223,26 @@ async def test_closing_ends_what_is_open(start_engine: StartEngine) -> None:
     _, end = await read_all(request)
 
     assert isinstance(error_of(end), EngineLost)
+
+
+async def test_log_probabilities_stay_with_their_tokens_however_late_they_are_read(
+    start_engine: StartEngine, streams: EngineStreams
+) -> None:
+    token_ids = list(range(1, 11))
+    engine = await start_engine(script=Script(token_ids=token_ids, tokens_per_step=3))
+    reader = Reader(streams, engine.address, submission(num_logprobs=2, num_prompt_logprobs=1))
+
+    await reader.request.wait_ended()
+    (step,) = reader.request.take()
+
+    assert step.token_ids == token_ids
+    assert [entry.logprob for entry in step.logprobs] == [logprob_of(token_id) for token_id in token_ids]
+    assert [list(entry.alternatives) for entry in step.logprobs] == [
+        alternatives_of(token_id, 2) for token_id in token_ids
+    ]
+    # The prompt is 5, 6, 7, and its first token has none.
+    assert [entry.logprob for entry in reader.request.prompt_logprobs] == [logprob_of(6), logprob_of(7)]
+    assert [entry.rank for entry in reader.request.prompt_logprobs] == [6 % 9 + 1, 7 % 9 + 1]
 
 
 # --- Several choices.

@@ -171,7 +171,7 @@ class TileAttention {
         const float maximum = is_first || scaled > before ? scaled : before;
         Vec total = zero();
         for (int i = first_token; i < end_token; i += kLanes) {
-            const Vec weight = exp2_of(load(scores + i) * splat(scale_) - splat(maximum));
+            const Vec weight = exp2_of(fma(load(scores + i), splat(scale_), splat(-maximum)));
             const Vec kept = lanes_between(weight, visible - i, limit - i, zero());
             total = total + kept;
             store_bf16(weights + i, kept);

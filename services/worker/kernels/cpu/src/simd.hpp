@@ -110,8 +110,13 @@ OCTAVO_INLINE Vec operator*(Vec a, Vec b) { OCTAVO_PARTS(a.part[i] * b.part[i]);
 OCTAVO_INLINE Vec operator/(Vec a, Vec b) { OCTAVO_PARTS(a.part[i] / b.part[i]); }
 
 // Where b is not a number, so is the result.
+#if defined(OCTAVO_AVX512)
+OCTAVO_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.part[0], b.part[0])}; }
+OCTAVO_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.part[0], b.part[0])}; }
+#else
 OCTAVO_INLINE Vec max(Vec a, Vec b) { OCTAVO_PARTS(a.part[i] > b.part[i] ? a.part[i] : b.part[i]); }
 OCTAVO_INLINE Vec min(Vec a, Vec b) { OCTAVO_PARTS(a.part[i] < b.part[i] ? a.part[i] : b.part[i]); }
+#endif
 
 OCTAVO_INLINE Part fma_part(Part a, Part b, Part c) {
 #if defined(OCTAVO_AVX512)
@@ -157,27 +162,38 @@ OCTAVO_INLINE void store_bf16(bf16* to, Vec v) {
 
 // The lanes are added in a fixed order.
 OCTAVO_INLINE float sum_of(Vec v) {
+#if defined(OCTAVO_AVX512)
+    return _mm512_reduce_add_ps(v.part[0]);  // Halves, too, each time.
+#else
     alignas(64) float lanes[kLanes];
     store(lanes, v);
     for (int width = kLanes / 2; width; width /= 2)
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     return lanes[0];
+#endif
 }
 
 OCTAVO_INLINE float max_of(Vec v) {
+#if defined(OCTAVO_AVX512)
+    return _mm512_reduce_max_ps(v.part[0]);
+#else
     alignas(64) float lanes[kLanes];
     store(lanes, v);
     for (int width = kLanes / 2; width; width /= 2)
         for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
     return lanes[0];
+#endif
 }
 
-// 2^x for x up to 126, with a relative error below 2e-7; below -126 it is 2^-126.
+// 2^x for x up to 126, with a relative error below 2e-7; below -126 it is 2^-126 or less.
 OCTAVO_INLINE Vec exp2_of(Vec x) {
     constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits.
+#if !defined(OCTAVO_AVX512)
     x = min(splat(126.0f), max(splat(-126.0f), x));
+#endif
     const Vec shifted = x + splat(kRounder);
-    const Vec fraction = x - (shifted - splat(kRounder));
+    const Vec whole = shifted - splat(kRounder);
+    const Vec fraction = x - whole;
     Vec p = splat(1.5403530e-4f);
     p = fma(p, fraction, splat(1.3333558e-3f));
     p = fma(p, fraction, splat(9.6181291e-3f));
@@ -185,18 +201,33 @@ OCTAVO_INLINE Vec exp2_of(Vec x) {
     p = fma(p, fraction, splat(2.4022651e-1f));
     p = fma(p, fraction, splat(6.9314718e-1f));
     p = fma(p, fraction, splat(1.0f));
+#if defined(OCTAVO_AVX512)
+    return {_mm512_scalef_ps(p.part[0], whole.part[0])};
+#else
     const uint32_t offset = bit_cast<uint32_t>(kRounder) - 127u;
     OCTAVO_PARTS(p.part[i] * bit_cast<Part>((bit_cast<Bits>(shifted.part[i]) - offset) << 23));
+#endif
 }
 
-OCTAVO_INLINE Vec silu(Vec x) {
-    return x / (splat(1.0f) + exp2_of(x * splat(-1.44269504f)));
+// x / (1 + 2^exponent) with a relative error below 3e-7.
+OCTAVO_INLINE Vec opened_by(Vec x, Vec exponent) {
+    const Vec divisor = splat(1.0f) + exp2_of(min(splat(126.0f), exponent));
+#if defined(OCTAVO_AVX512)
+    // A division takes as long as sixteen products. Both instructions are defined to the last bit.
+    const Vec guess = {_mm512_rcp14_ps(divisor.part[0])};
+    const Vec quotient = guess * x;
+    return fma(guess, fma(zero() - quotient, divisor, x), quotient);
+#else
+    return x / divisor;
+#endif
 }
+
+OCTAVO_INLINE Vec silu(Vec x) { return opened_by(x, x * splat(-1.44269504f)); }
 
 // The approximation x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x (1 + tanh u) / 2.
 OCTAVO_INLINE Vec gelu_tanh(Vec x) {
     const Vec exponent = x * fma(x * x, splat(-0.10294324f), splat(-2.30220820f));  // -2 u log2(e)
-    return x / (splat(1.0f) + exp2_of(exponent));
+    return opened_by(x, exponent);
 }
 
 // How values are multiplied: a group of inputs that one instruction takes, 4 bytes, of sixteen columns of a weight
