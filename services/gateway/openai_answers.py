@@ -5,7 +5,8 @@ Owns their shape. Chunks are cut from templates made once for each choice, becau
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -17,6 +18,7 @@ from services.gateway.generation_options import GenerationOptions
 from services.gateway.logprob_shapes import LogprobShapes
 from services.gateway.sse import OPENAI_FRAMING, event
 from services.gateway.text_preparation import PreparedPrompt
+from services.gateway.tool_call_text import CallDelta, ToolCallParser
 
 
 class ChatFormat:
@@ -25,14 +27,22 @@ class ChatFormat:
     framing = OPENAI_FRAMING
 
     def __init__(
-        self, head: AnswerHead, options: GenerationOptions, prompt: PreparedPrompt, shapes: LogprobShapes
+        self,
+        head: AnswerHead,
+        options: GenerationOptions,
+        prompt: PreparedPrompt,
+        shapes: LogprobShapes,
+        new_parser: Callable[[], ToolCallParser] | None = None,
     ) -> None:
+        """Begin; ``new_parser`` makes what reads a choice's calls where tools may be called."""
         self._head = head
         self._options = options
         self._prompt = prompt
         self._shapes = shapes
         self._usage = RunningUsage(len(prompt.token_ids), options)
         self._templates: dict[int, ChunkTemplate] = {}
+        self._new_parser = new_parser
+        self._parsers: dict[int, ToolCallParser] = {}
 
     @property
     def includes_usage(self) -> bool:
@@ -46,12 +56,22 @@ class ChatFormat:
         if index not in self._templates:
             data += self._begin(index)
         self._usage.add(len(content.token_ids))
+        text, calls, reason = content.text, b"", _reason(content.finish_reason)
+        if self._new_parser is not None:
+            parser = self._parsers.setdefault(index, self._new_parser())
+            parsed = parser.add(text, is_last=content.finish_reason is not None)
+            text, reason = parsed.content, _reason(content.finish_reason, parser)
+            calls = b"".join(
+                event(orjson.dumps(self._chunk(index, {"tool_calls": [self._call_delta(index, call)]}, None)))
+                for call in parsed.calls
+            )
         if content.token_ids and (self._options.returns_token_ids or self._options.num_logprobs is not None):
-            data += self._content_with_tokens(delta)
+            data += self._content_with_tokens(delta, text)
         else:
-            data += self._content(index, content.text)
-        if content.finish_reason is not None:
-            data += event(orjson.dumps(self._chunk(index, {}, content.finish_reason)))
+            data += self._content(index, text)
+        data += calls
+        if reason is not None:
+            data += event(orjson.dumps(self._chunk(index, {}, reason)))
         return data
 
     def usage_event(self, counts: UsageCounts) -> bytes:
@@ -84,13 +104,13 @@ class ChatFormat:
             return self._templates[index].event_of(text)
         return event(orjson.dumps(self._chunk(index, {"content": text}, None)))
 
-    def _content_with_tokens(self, delta: ChoiceDelta) -> bytes:
+    def _content_with_tokens(self, delta: ChoiceDelta, text: str) -> bytes:
         """Return the event for tokens of which more is wanted than their text; they may have none yet."""
         token_ids = delta.content.token_ids
         more: dict[str, Any] = {"logprobs": self._logprobs(token_ids, delta.logprobs)}
         if self._options.returns_token_ids:
             more["token_ids"] = list(token_ids)
-        return event(orjson.dumps(self._chunk(delta.choice_index, {"content": delta.content.text}, None, more)))
+        return event(orjson.dumps(self._chunk(delta.choice_index, {"content": text}, None, more)))
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._options.num_logprobs is None:
@@ -98,13 +118,42 @@ class ChatFormat:
         return {"content": self._shapes.chat_content(token_ids, logprobs), "refusal": None}
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        text, calls, parser = choice.text, [], None
+        if self._new_parser is not None:
+            parser = self._new_parser()
+            parsed = parser.add(text, is_last=True)
+            text, calls = parsed.content, self._whole_calls(index, parsed.calls)
+        content = self._prompt.echoed_text + text
+        message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         body: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": self._prompt.echoed_text + choice.text, "refusal": None},
+            "message": message | ({"tool_calls": calls} if calls else {}),
             "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
-            "finish_reason": _reason(choice.finish_reason),
+            "finish_reason": _reason(choice.finish_reason, parser),
         }
         return body | {"token_ids": choice.token_ids} if self._options.returns_token_ids else body
+
+    def _whole_calls(self, choice_index: int, deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+        for delta in deltas:
+            if delta.name is not None:
+                call = self._call_delta(choice_index, delta)
+                calls.append({name: value for name, value in call.items() if name != "index"})
+            else:
+                calls[delta.call_index]["function"]["arguments"] += delta.arguments
+        return calls
+
+    def _call_delta(self, choice_index: int, delta: CallDelta) -> dict[str, Any]:
+        """Return a part of a call: id and name with the first."""
+        if delta.name is None:
+            return {"index": delta.call_index, "function": {"arguments": delta.arguments}}
+        key = f"{self._head.answer_id}/{choice_index}/{delta.call_index}"
+        return {
+            "index": delta.call_index,
+            "id": f"call_{uuid.uuid5(uuid.NAMESPACE_OID, key).hex}",
+            "type": "function",
+            "function": {"name": delta.name, "arguments": delta.arguments},
+        }
 
     def _begin(self, index: int) -> bytes:
         """Return a choice's first events and make the template of the others."""
@@ -116,9 +165,9 @@ class ChatFormat:
         return data + self._content(index, self._prompt.echoed_text)
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], reason: FinishReason | None, more: dict[str, Any] | None = None
+        self, index: int, delta: dict[str, Any], reason: str | None, more: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": _reason(reason)}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return self._frame([choice | (more or {})])
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,5 +192,7 @@ def model_object(*, name: str, root: str, created: int, max_model_len: int) -> d
     }
 
 
-def _reason(reason: FinishReason | None) -> str | None:
+def _reason(reason: FinishReason | None, parser: ToolCallParser | None = None) -> str | None:
+    if reason is FinishReason.STOP and parser is not None and parser.num_calls:
+        return "tool_calls"
     return None if reason is None else reason.value

@@ -60,6 +60,9 @@ CHAT_FIELDS: Final = _SHARED_FIELDS | {
     "top_logprobs",
     "add_generation_prompt",
     "continue_final_message",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
 }
 
 
@@ -160,6 +163,11 @@ _NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "tool_call_id": _null,
     "tool_calls": _empty,
 }
+# What messages of some roles have beside what all have.
+_MESSAGE_FIELDS: Final[Mapping[str, frozenset[str]]] = {
+    "assistant": frozenset({"role", "content", "tool_calls"}),
+    "tool": frozenset({"role", "content", "tool_call_id"}),
+}
 
 
 def check_chat_fields(body: Mapping[str, Any]) -> None:
@@ -197,9 +205,11 @@ def check_structured_outputs(options: Mapping[str, Any]) -> None:
     )
 
 
-def check_message_fields(message: Mapping[str, Any], path: str) -> None:
+def check_message_fields(message: Mapping[str, Any], role: str, path: str) -> None:
     """The same for one message, for example ``messages[3]``."""
-    _check(message, frozenset({"role", "content"}), _NEUTRAL_MESSAGE_FIELDS, path=f"{path}.")
+    _check(
+        message, _MESSAGE_FIELDS.get(role, frozenset({"role", "content"})), _NEUTRAL_MESSAGE_FIELDS, path=f"{path}."
+    )
 
 
 def check_content_part_fields(part: Mapping[str, Any], path: str) -> None:

@@ -6,6 +6,7 @@ What is documented here is what clients may send; everything else is a 400 that 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,14 +24,23 @@ from services.gateway.generation_options import (
 )
 from services.gateway.openai_fields import check_chat_fields, check_content_part_fields, check_message_fields
 from services.gateway.openai_values import read_boolean
+from services.gateway.output_constraints import OutputConstraint, check_beside_constraint
 from services.gateway.prompts import ChatPrompt
+from services.gateway.tools import ToolUse, describe_tools, parse_tool_use, read_tool_calls, result_text
 
 MAX_MESSAGES: Final = 2048
 MAX_CONTENT_PARTS: Final = 2048
 MAX_MODEL_NAME_CHARACTERS: Final = 64
 
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_UNSUPPORTED_ROLES: Final = frozenset({"tool", "function"})
+# By role, the one that templates know. They know a tool's result as what the user says next.
+_ROLES: Final = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "user",
+}
+_UNSUPPORTED_ROLES: Final = frozenset({"function"})
 _SAFE_NAME: Final = re.compile(r"[^\x20-\x7e]")
 
 
@@ -60,6 +70,8 @@ class ValidChatCompletion:
     model: str
     prompt: ChatPrompt
     options: GenerationOptions
+    # The tools that the model is told of; None where it may call none.
+    tools: ToolUse | None = None
 
     @property
     def prompts(self) -> tuple[ChatPrompt]:
@@ -110,13 +122,29 @@ def parse_chat_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidCh
     check_chat_fields(body)
     model_name = read_model_name(body, model)
     prompt = read_chat_prompt(body)
+    tools = parse_tool_use(body)
     options = parse_generation_options(
         body,
         vocab_size=model.vocab_size,
         max_output_tokens=_max_output_tokens(body),
         num_logprobs=_num_logprobs(body),
     )
-    return ValidChatCompletion(model=model_name, prompt=prompt, options=options)
+    if tools is not None:
+        options = dataclasses.replace(options, constraint=_tool_constraint(body, tools, options))
+        prompt = dataclasses.replace(prompt, messages=describe_tools(prompt.messages, tools.tools))
+    return ValidChatCompletion(model=model_name, prompt=prompt, options=options, tools=tools)
+
+
+def _tool_constraint(body: Mapping[str, Any], tools: ToolUse, options: GenerationOptions) -> OutputConstraint:
+    if options.constraint is not None:
+        raise UnsupportedField(
+            f"{options.constraint.param!r} and 'tools' cannot both constrain the answer; with 'tool_choice' 'none' "
+            "the form holds.",
+            param="tools",
+        )
+    constraint = tools.constraint()
+    check_beside_constraint(body, constraint)
+    return constraint
 
 
 def read_model_name(body: Mapping[str, Any], model: ModelFacts) -> str:
@@ -175,8 +203,18 @@ def _message(message: Any, path: str) -> ChatMessage:
         raise UnsupportedField(f"The role {role!r} is not supported by this server.", param=f"{path}.role")
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidRequest(f"'{path}.role' must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
-    check_message_fields(message, path)
-    return ChatMessage(role=_ROLES[role], content=_content(message.get("content"), f"{path}.content"))
+    check_message_fields(message, role, path)
+    calls = read_tool_calls(message.get("tool_calls"), f"{path}.tool_calls") if role == "assistant" else ()
+    # A message that calls tools need not say anything.
+    has_content = not calls or message.get("content") is not None
+    content = _content(message.get("content"), f"{path}.content") if has_content else ""
+    if role == "tool":
+        if not isinstance(message.get("tool_call_id"), str):
+            raise InvalidRequest(f"'{path}.tool_call_id' must be a string.", param=f"{path}.tool_call_id")
+        content = result_text(content)
+    return ChatMessage(
+        role=_ROLES[role], content="\n".join([*([content] if content else []), *calls]) if calls else content
+    )
 
 
 def _content(content: Any, path: str) -> str:

@@ -49,7 +49,7 @@ def parse_output_constraint(body: Mapping[str, Any]) -> OutputConstraint | None:
     constraint = response_format or structured
     if constraint is not None:
         _check_size(constraint)
-        _check_beside(body, constraint)
+        check_beside_constraint(body, constraint)
     return constraint
 
 
@@ -60,7 +60,7 @@ def _check_size(constraint: OutputConstraint) -> None:
         raise InvalidRequest(error.message, param=constraint.param) from error
 
 
-def _check_beside(body: Mapping[str, Any], constraint: OutputConstraint) -> None:
+def check_beside_constraint(body: Mapping[str, Any], constraint: OutputConstraint) -> None:
     """Refuse what would keep a constrained answer from its end."""
     for name, neutral in (("ignore_eos", False), ("min_tokens", 0)):
         if body.get(name) not in (None, neutral):

@@ -68,3 +68,34 @@ async def test_answers_of_the_real_model_have_their_form(running_octavo: StartOc
     assert (cut_reason, cut[:1]) == ("length", "{")
     assert plain
     assert refused.value.param == "structured_outputs.json"
+
+
+async def test_a_required_call_of_the_real_model_is_right_and_streamed(running_octavo: StartOctavo) -> None:
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Describe Ann, who is 30 and has a cat."}],
+        "tools": [{"type": "function", "function": {"name": "describe", "parameters": PERSON}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 160,
+    }
+    with running_octavo() as octavo:
+        async with client_of(octavo) as client:
+            whole = await client.chat.completions.create(**fields)
+            stream = await client.chat.completions.create(**fields, stream=True)
+            choices = [chunk.choices[0] async for chunk in stream if chunk.choices]
+
+    message = whole.choices[0].message
+    assert message.tool_calls is not None
+    assert message.content is None
+    (call,) = message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, whole.choices[0].finish_reason) == ("describe", "tool_calls")
+    jsonschema.validate(json.loads(call.function.arguments), PERSON)
+    parts = [part for choice in choices for part in choice.delta.tool_calls or ()]
+    assert parts[0].function is not None
+    assert (parts[0].index, parts[0].type, parts[0].function.name) == (0, "function", "describe")
+    assert "".join((part.function.arguments or "") for part in parts if part.function) == call.function.arguments
+    assert choices[-1].finish_reason == "tool_calls"
+    assert len(parts) > 5
