@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
+import openai
 import pytest
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
-from tests.integration.gateway_process import write_keys
+from tests.integration.gateway_process import MODEL_NAME, write_keys
 from tests.integration.observations import audit_rows, metric, seconds_until_no_block_is_held
 from tests.integration.octavo import RunningOctavo, start_octavo
 
@@ -434,3 +436,33 @@ async def until_readiness_is(session: aiohttp.ClientSession, expected: int) -> N
                 if response.status == expected:
                     return
             await asyncio.sleep(0.1)
+
+
+async def test_other_dialects_are_served_by_the_whole_system(running_octavo: StartOctavo) -> None:
+    question = "Name three primes."
+    with running_octavo(*STUB) as octavo:
+        async with (
+            anthropic.AsyncAnthropic(
+                base_url=octavo.base_url, api_key="none", _strict_response_validation=True
+            ) as one,
+            openai.AsyncOpenAI(
+                base_url=f"{octavo.base_url}/v1", api_key="none", _strict_response_validation=True
+            ) as other,
+        ):
+            turns: list[anthropic.types.MessageParam] = [{"role": "user", "content": question}]
+            async with one.messages.stream(model=MODEL_NAME, max_tokens=8, messages=turns) as messages:
+                message = await messages.get_final_message()
+            events = [
+                event
+                async for event in await other.responses.create(
+                    model=MODEL_NAME, input=question, max_output_tokens=8, stream=True
+                )
+            ]
+
+    assert message.usage.output_tokens > 0
+    assert message.stop_reason in ("max_tokens", "end_turn")
+    last = events[-1]
+    # The stub seldom ends by itself.
+    assert last.type in ("response.incomplete", "response.completed")
+    assert last.response.usage is not None
+    assert last.response.usage.output_tokens > 0
