@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("ci", derandomize=True, deadline=None)
+# A busy machine is slow for seconds, which says nothing of what is tested.
+settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, print_blob=True)
 if settings.get_current_profile_name() != "explore":
     settings.load_profile("ci")
