@@ -20,12 +20,12 @@ TIMEOUT_SECONDS = 1_800.0
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizer's runtime as Linux does")
 def test_the_kernels_tests_pass_under_sanitizers() -> None:
     try:
-        runtime = sanitizer_runtime()
+        runtime = ":".join(map(str, sanitizer_runtime()))
     except BuildFailed as failure:
         pytest.skip(str(failure))
     environment = os.environ | {"OCTAVO_SANITIZE": "1", "PYTHONPATH": str(ROOT)}
     # Python and torch keep memory until the process ends, which is no leak of ours; and torch catches signals.
-    checked = environment | {"LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0"}
+    checked = environment | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0"}
 
     _run("-m", "services.worker.kernels.cpu.build", environment=environment)
     loaded = _run(

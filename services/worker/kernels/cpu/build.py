@@ -74,17 +74,15 @@ def built_file() -> Path:
     return _FOLDER / _build_folder() / digest.hexdigest()[:16] / f"_native{suffix}"
 
 
-def sanitizer_runtime() -> Path:
-    """Return the library that a process must preload (LD_PRELOAD) to use kernels compiled for checking.
+def sanitizer_runtime() -> tuple[Path, ...]:
+    """Return the libraries that a process must preload (LD_PRELOAD) to use kernels compiled for checking.
+
+    The runtime looks for the C++ library's functions when it starts, so that Python must have that library by then.
 
     Raises:
         BuildFailed: when the compiler is missing or brings none.
     """
-    command = [_find_compiler(), "-print-file-name=libasan.so"]
-    found = Path(subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True).stdout.strip())
-    if not found.is_absolute():
-        raise BuildFailed("the compiler brings no libasan.so.")
-    return found
+    return tuple(_find_library(name) for name in ("libasan.so", "libstdc++.so.6"))
 
 
 def build() -> Path:
@@ -168,6 +166,14 @@ def _find_compiler() -> str:
         if found:
             return found
     raise BuildFailed("there is no C++ compiler; install g++ or clang++, or name one in CXX.")
+
+
+def _find_library(name: str) -> Path:
+    command = [_find_compiler(), f"-print-file-name={name}"]
+    found = Path(subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True).stdout.strip())
+    if not found.is_absolute():
+        raise BuildFailed(f"the compiler brings no {name}.")
+    return found
 
 
 def _is_sanitized() -> bool:
