@@ -29,6 +29,7 @@ from services.gateway.openai_schema import ModelFacts, read_head
 from services.gateway.output_text import ChoiceOutput, new_output
 from services.gateway.peers import PlacementAsk
 from services.gateway.text_preparation import PreparedPrompt, TextPreparation, fit_output
+from services.gateway.token_relay import JsonPieces
 
 log = get_logger("completions")
 
@@ -80,6 +81,7 @@ class Completions:
         self._max_model_len = max_model_len
         self._draw_seed = draw_seed
         self._tasks = tasks
+        self._json_pieces = JsonPieces(text.model_text.tokenizer)
 
     async def serve(self, call: ClientCall[Answered], endpoint: Endpoint[Request]) -> Answered:
         """Serve one request; however it ends, its accounts are closed with that end.
@@ -259,7 +261,7 @@ class Completions:
         )
         answer_format = endpoint.new_format(request, head, prompts, self._text.model_text.tokenizer)
         if request.options.is_streaming:
-            return await send_stream(source, writer, answer_format)
+            return await send_stream(source, writer, answer_format, self._json_pieces)
         return await send_whole(source, writer, answer_format)
 
     def _new_outputs(self, options: GenerationOptions, prompt: PreparedPrompt) -> list[ChoiceOutput]:
