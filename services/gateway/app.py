@@ -35,12 +35,14 @@ from services.gateway.engine_directory import EngineDirectory
 from services.gateway.http_body import BodyLimits
 from services.gateway.http_call import HttpCall
 from services.gateway.http_errors import error_object, error_response, internal_error
-from services.gateway.http_server import SERVER_NAME
+from services.gateway.http_server import SERVER_NAME, take_first_byte_time
 from services.gateway.identity import Authenticator
+from services.gateway.latency_receipt import Segment
 from services.gateway.model_access import check_access, names_for
 from services.gateway.openai_answers import model_object
 from services.gateway.openai_schema import ModelFacts, check_model_name
 from services.gateway.openapi import openapi_document
+from services.gateway.request_times import RequestTimes
 from services.gateway.tokenization import Tokenization
 
 log = get_logger("app")
@@ -48,12 +50,15 @@ log = get_logger("app")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CALLER: Final = web.RequestKey("caller", Caller)
+_TIMES: Final = web.RequestKey("times", RequestTimes)
 _REQUEST_ID: Final = web.RequestKey("request_id", str)
 _OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/metrics"})
 # What may stand in a header and in a log line: visible ASCII, of bounded length.
 _CLIENT_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _CLIENT_HEADER, _OUR_HEADER = "X-Request-Id", "X-Octavo-Request-Id"
+# How a client of any dialect asks for a latency receipt, and how it is told what is known before the answer.
+_TIMINGS_HEADER, _SERVER_TIMING_HEADER = "X-Octavo-Timings", "Server-Timing"
 # How Anthropic's clients send their key.
 _API_KEY_HEADER: Final = "X-Api-Key"
 _ANTHROPIC_PATH: Final = "/v1/messages"
@@ -89,6 +94,7 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
         middlewares=[_errors_in_shape, _authenticate(parts.authenticator)],
     )
     app.on_response_prepare.append(_add_request_ids)
+    app.on_response_prepare.append(_add_server_timing)
     app.add_routes(
         [
             web.post("/v1/chat/completions", routes.chat_completions, expect_handler=_go_on),
@@ -193,6 +199,7 @@ class _Routes:
 async def _errors_in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every error into its status and a body as the route's clients expect it."""
     request[_REQUEST_ID] = str(uuid.uuid4())
+    request[_TIMES] = _times_of(request)
     shape = error_shape(request[_REQUEST_ID]) if _is_anthropic(request) else error_object
     try:
         return await handler(request)
@@ -224,8 +231,15 @@ def _authenticate(authenticator: Authenticator) -> Middleware:
             tenant = authenticator.authenticate(
                 request.headers.get(hdrs.AUTHORIZATION), request.headers.get(_API_KEY_HEADER)
             )
+            times = request[_TIMES]
+            times.lap(Segment.AUTH)
             request[_CALLER] = Caller(
-                tenant, request.path, request[_REQUEST_ID], _client_request_id(request), _traceparent(request)
+                tenant,
+                request.path,
+                request[_REQUEST_ID],
+                _client_request_id(request),
+                _traceparent(request),
+                times,
             )
         return await handler(request)
 
@@ -248,6 +262,20 @@ async def _add_request_ids(request: web.Request, response: web.StreamResponse) -
     if _is_anthropic(request):
         response.headers[_ANTHROPIC_HEADER] = request_id
     response.headers[_CLIENT_HEADER] = _client_request_id(request) or request_id
+
+
+async def _add_server_timing(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell what is known of the request's time before the first byte of its answer."""
+    times = request.get(_TIMES)
+    if times is not None and times.is_wanted and (value := times.server_timing()):
+        response.headers[_SERVER_TIMING_HEADER] = value
+
+
+def _times_of(request: web.Request) -> RequestTimes:
+    times = RequestTimes(take_first_byte_time(request))
+    times.is_wanted = request.headers.get(_TIMINGS_HEADER) == "1"
+    times.lap(Segment.RECEIVE)
+    return times
 
 
 def _is_anthropic(request: web.Request) -> bool:

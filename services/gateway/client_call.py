@@ -6,11 +6,12 @@ The seam between those who serve requests and HTTP or gRPC. Owns no behaviour.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from libs.errors import OctavoError
 from services.gateway.identity import Tenant
+from services.gateway.request_times import RequestTimes
 
 # What the wire wants at the end, such as an HTTP response; None where everything was written on the way.
 Answered = TypeVar("Answered", covariant=True)
@@ -25,6 +26,7 @@ class Caller:
     request_id: str
     client_request_id: str | None = None
     traceparent: str | None = None
+    times: RequestTimes = field(default_factory=RequestTimes)
 
 
 @dataclass(frozen=True, slots=True)

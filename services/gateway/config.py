@@ -24,6 +24,7 @@ _POSITIVE = (
     "readiness_timeout_seconds",
     "sse_heartbeat_seconds",
     "abort_settle_seconds",
+    "receipt_stall_seconds",
     "audit_flush_seconds",
     "audit_spool_max_bytes",
 )
@@ -103,6 +104,15 @@ class GatewayConfig:
     abort_settle_seconds: float = setting(
         2.0, "Time for an engine to confirm an abort with its counts.", unit="seconds"
     )
+    otlp_endpoint: str = setting(
+        "", "Where spans go by OTLP over gRPC, for example http://127.0.0.1:4317; none when empty.", unit="url"
+    )
+    trace_sample_fraction: float = setting(
+        1.0, "Share of requests that are traced, of those whose client has not decided it.", unit="fraction"
+    )
+    receipt_stall_seconds: float = setting(
+        0.1, "Gap between two tokens from which on a latency receipt calls it a stall.", unit="seconds"
+    )
     drain_timeout_seconds: float = setting(30.0, "Time for running requests to finish at shutdown.", unit="seconds")
 
     audit_flush_seconds: float = setting(
@@ -125,6 +135,8 @@ class GatewayConfig:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative.")
+        if not 0 <= self.trace_sample_fraction <= 1:
+            raise ValueError("trace_sample_fraction must be in [0, 1].")
         if self.port > 65535:
             raise ValueError("port must be at most 65535.")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:

@@ -21,6 +21,8 @@ from libs.kv import HashContract
 from libs.lifecycle import Lifecycle, run
 from libs.obs import configure_logging, get_logger
 from libs.obs.metrics import GatewayMetrics
+from libs.obs.tracers import open_tracer
+from libs.obs.tracing import Tracer
 from libs.text import default_served_model_name, load_model_text, resolve_model_path
 from services.gateway.accepted_spool import AcceptedSpool
 from services.gateway.accounting import Ledger
@@ -40,6 +42,7 @@ from services.gateway.identity import Authenticator, cache_salt_secret
 from services.gateway.key_stores import KeyFile, KeysInRedis, KeyStore, KeyWatch
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.placement import Placements, RouterPlacements
+from services.gateway.request_spans import RequestSpans
 from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import TextPreparation
 from services.gateway.tokenization import Tokenization
@@ -108,6 +111,7 @@ class _Foundation:
     router: RouterPlacements | None
     audit: Audit
     ledger: Ledger
+    tracer: Tracer
 
     def max_model_len(self) -> int:
         """Return the context that the model's text side and all engines can serve."""
@@ -153,7 +157,19 @@ def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation
             monotonic=time.monotonic,
             wall=time.time,
         ),
+        tracer=_make_tracer(config, stack),
     )
+
+
+def _make_tracer(config: GatewayConfig, stack: AsyncExitStack) -> Tracer:
+    tracer = open_tracer(
+        config.otlp_endpoint,
+        tier="gateway",
+        instance_id=config.gateway_id,
+        sample_fraction=config.trace_sample_fraction,
+    )
+    stack.push_async_callback(asyncio.to_thread, tracer.close)
+    return tracer
 
 
 def _make_key_watch(config: GatewayConfig, authenticator: Authenticator, stack: AsyncExitStack) -> KeyWatch | None:
@@ -247,11 +263,13 @@ def _make_app(
         settings=CompletionSettings(
             request_timeout_seconds=config.request_timeout_seconds,
             default_max_tokens=config.default_max_tokens,
+            stall_bound_seconds=config.receipt_stall_seconds,
             answers=AnswerSettings(config.sse_heartbeat_seconds, config.abort_settle_seconds),
         ),
         max_model_len=foundation.max_model_len,
         draw_seed=lambda: random_source.getrandbits(64),
         tasks=tasks,
+        spans=RequestSpans(foundation.tracer),
     )
     parts = Parts(
         completions=completions,

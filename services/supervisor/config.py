@@ -42,6 +42,9 @@ class UpConfig:
     )
     redis_url: str | None = setting(None, "Redis to use instead of the embedded Valkey.")
     clickhouse_url: str | None = setting(None, "ClickHouse to use instead of the embedded one.")
+    otlp_endpoint: str | None = setting(
+        None, "Where gateway, router and engines send spans by OTLP over gRPC, for example http://127.0.0.1:4317."
+    )
     set: tuple[str, ...] = setting(
         (),
         "tier.field=value, passed to every process of that tier; the flag can be repeated (in the environment, "
@@ -75,6 +78,7 @@ class UpConfig:
             raise ValueError(f"background_nice must be between 0 and 19, not {self.background_nice}.")
         _require_scheme("redis_url", self.redis_url, ("redis", "rediss", "unix"))
         _require_scheme("clickhouse_url", self.clickhouse_url, ("http", "https"))
+        _require_scheme("otlp_endpoint", self.otlp_endpoint, ("http", "https"))
         if not (self.ready_timeout_seconds > 0 and self.drain_timeout_seconds > 0):
             # Written so that NaN fails, too.
             raise ValueError("ready_timeout_seconds and drain_timeout_seconds must be greater than 0.")

@@ -105,6 +105,7 @@ class UpPlan:
 _AFTER_DRAIN_SECONDS = 13.0
 # What the KV caches of all replicas of one machine may take of its free memory.
 _KV_CACHE_MEMORY_FRACTION = 0.6
+_TRACED_TIERS = ("gateway", "router", "engine")
 _HEALTH_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
@@ -286,7 +287,12 @@ class _Planner:
         own = (f"--{flag}={value}" for flag, value in flags.items())
         passed = (setting.flag for setting in self._options.tier_settings if setting.tier == tier)
         shares = self._shares_of_replicas() if tier == "worker" else ()
-        return (*self._places.tier_command, tier, *file, *own, *shares, *passed)
+        return (*self._places.tier_command, tier, *file, *own, *self._tracing(tier), *shares, *passed)
+
+    def _tracing(self, tier: str) -> Iterator[str]:
+        """Tell those who make spans where they go."""
+        if self._config.otlp_endpoint and tier in _TRACED_TIERS:
+            yield f"--otlp-endpoint={self._config.otlp_endpoint}"
 
     def _shares_of_replicas(self) -> Iterator[str]:
         """Divide cores and memory between replicas, unless the user does: each worker expects a whole machine."""
