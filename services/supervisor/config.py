@@ -27,6 +27,8 @@ class UpConfig:
 
     host: str = setting("127.0.0.1", "Address that the gateway listens on for HTTP.")
     port: int = setting(8000, "Port that the gateway listens on; 0 takes a free one.")
+    grpc_host: str = setting("127.0.0.1", "Address that the gateway listens on for gRPC.")
+    grpc_port: int = setting(0, "Port that the gateway listens on for gRPC; 0 takes a free one.")
     model: str = setting(
         "smollm2-135m-instruct", "Model to serve: smollm2-135m-instruct or gemma3-270m, a folder, or a .gguf file."
     )
@@ -70,8 +72,9 @@ class UpConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
-        if not 0 <= self.port <= 65_535:
-            raise ValueError(f"port must be between 0 and 65535, not {self.port}.")
+        for name in ("port", "grpc_port"):
+            if not 0 <= getattr(self, name) <= 65_535:
+                raise ValueError(f"{name} must be between 0 and 65535, not {getattr(self, name)}.")
         if not 1 <= self.engines <= _MAX_ENGINES:
             raise ValueError(f"engines must be between 1 and {_MAX_ENGINES}, not {self.engines}.")
         if not 0 <= self.background_nice <= 19:
