@@ -117,6 +117,7 @@ class Completions:
             for account, generation in itertools.zip_longest(exchange.accounts, exchange.generations):
                 self._close(account, generation)
             exchange.trace.end(exchange.accounts)
+            _tell_untold_receipt(caller)
 
     def _seconds_for(self, call: ClientCall[Answered]) -> float:
         """Return the time for a whole request: the server's, or what the client gives if that is less."""
@@ -318,6 +319,13 @@ async def _fail(exchange: _Exchange, writer: AnswerWriter[Answered], error: Octa
     if writer.is_open:
         return await writer.fail(error)
     raise error
+
+
+def _tell_untold_receipt(caller: Caller) -> None:
+    """Log the receipt of an answer that broke off before its client could be told."""
+    if caller.times.is_wanted and not caller.times.is_told:
+        timings = caller.times.receipt().as_json()
+        log.info("request broke off before its receipt", request_id=caller.request_id, timings=timings)
 
 
 def _close_with(account: RequestAccount, generation: Generation) -> None:

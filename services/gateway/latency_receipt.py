@@ -42,7 +42,7 @@ class Segment(StrEnum):
     PREFILL = "prefill"
     # An engine that could not tell more had the request.
     ENGINE = "engine"
-    # From a first token's arrival until it was handed to the client's socket.
+    # From a first token's arrival until its bytes were ready for the client's socket.
     FIRST_TOKEN = "first_token"
     # Waiting for tokens after the first, but for stalls.
     DECODE = "decode"

@@ -49,5 +49,6 @@ class ReceiptFormat:
     def _with_receipt(self, data: bytes, end: bytes) -> bytes:
         assert data.endswith(end), "an answer ends with an object"
         self._times.lap(Segment.FORMAT)
+        self._times.is_told = True
         receipt = orjson.dumps(self._times.receipt().as_json())
         return data.removesuffix(end) + b',"timings":' + receipt + end

@@ -41,6 +41,8 @@ class RequestTimes:
         self._waterfall = Waterfall(time.monotonic_ns() if start_ns is None else start_ns)
         # Whether the client wants the receipt.
         self.is_wanted = False
+        # Whether the client was told.
+        self.is_told = False
         # Whether its spans are kept, which are made from the same marks.
         self.is_traced = False
         self.is_streamed = False
@@ -226,7 +228,7 @@ class _Watch:
         self._has_begun = True
 
     def wrote(self) -> None:
-        written_ns = self._waterfall.lap(self._named(Segment.WRITE_BLOCKED), time.monotonic_ns())
+        written_ns = self._waterfall.lap(Segment.WRITE_BLOCKED, time.monotonic_ns())
         if written_ns > self._stall_bound_ns:
             self._times.note_stall(GatewayStallReason.SLOW_READER, written_ns)
         self._has_written = self._has_written or self._has_begun
@@ -238,7 +240,7 @@ class _Watch:
             self._waterfall.lap(Segment.STALLS if is_late else Segment.DECODE, until_ns)
 
     def _named(self, segment: Segment) -> Segment:
-        """Return the segment, or the one of the first token's way while that is not written."""
+        """Return the segment, or that of the first token's way until its bytes were written."""
         return segment if self._has_written else Segment.FIRST_TOKEN
 
 

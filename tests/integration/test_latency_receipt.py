@@ -177,11 +177,40 @@ async def test_waiting_for_the_counts_after_a_stop_string_is_a_segment(stand: St
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_gap_that_the_engine_does_not_know_was_made_on_the_way(stand: Stand) -> None:
+    stand.engine.default_script = Script(token_ids=[1, 2], step_delay_seconds=0.3)
+
+    receipt, _ = await ask(stand, "/v1/chat/completions", messages=TURNS, timings=True)
+
+    assert receipt is not None
+    [stall] = receipt["stalls"]["first"]
+    assert (stall["choice"], stall["reason"], stall["step_us"]) == (0, "wire", None)
+    assert stall["step_id"] > 0
+    assert stall["gap_us"] > 200_000
+    assert receipt["stalls"]["bound_us"] == 200_000
+    assert check_sum(receipt)["stalls"] > 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_receipt_of_a_client_that_left_is_in_the_log(stand: Stand) -> None:
+    stand.engine.default_script = Script(token_ids=stand.encode("One"), hangs=True, first_delay_seconds=0.02)
+    body = {"model": MODEL_NAME, "messages": TURNS, "stream": True, "timings": True}
+    async with stand.gateway.http.post("/v1/chat/completions", json=body) as response:
+        request_id = response.headers["X-Octavo-Request-Id"]
+        await response.content.readline()
+
+    async with asyncio.timeout(5):
+        while not (found := [event for event in stand.gateway.log if "timings" in event]):
+            await asyncio.sleep(0.02)
+    [event] = found
+    assert event["request_id"] == request_id
+    assert check_sum(event["timings"])["prefill"] >= 20_000
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_reader_that_does_not_read_is_the_reason_of_its_stall(stand: Stand) -> None:
-    stand.engine.default_script = Script(
-        token_ids=stand.encode(" antidisestablishmentarianism" * 1000), tokens_per_step=250, step_delay_seconds=0.02
-    )
-    body = {"model": MODEL_NAME, "prompt": "a", "stream": True, "timings": True, "n": 100, "max_tokens": 8000}
+    # The first write is the prompt a hundred times, which no buffer holds.
+    body = {"model": MODEL_NAME, "prompt": "word " * 7000, "echo": True, "n": 100, "stream": True, "timings": True}
     raw = await _read_late(stand.gateway.base_url, json.dumps(body).encode(), delay_seconds=0.7)
 
     receipt = events_of(raw)[-2]["timings"]

@@ -82,6 +82,14 @@ def test_the_gateway_listens_for_grpc_where_up_says() -> None:
     assert plan.grpc_address == "[::1]:9000"
 
 
+def test_those_who_make_spans_learn_where_they_go() -> None:
+    flag = "--otlp-endpoint=http://collector:4317"
+
+    told = {process.name for process in _plan(flag).processes if flag in process.command}
+
+    assert told == {"gateway", "router", "engine-0"}
+
+
 def test_aliases_of_the_model_are_the_gateways() -> None:
     named = _process(_plan("--model-aliases", "a/b,c"), "gateway").command
     passed_through = _process(_plan("--set", "gateway.model_aliases=d"), "gateway").command
