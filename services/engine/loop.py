@@ -160,8 +160,8 @@ class EngineLoop:
             self._count_ends(self._scheduler.abort_owner(owner, self._clock()))
             self._wake.set()
 
-    def submit(self, owner: int, request: Request) -> None:
-        """Take a request or refuse it; either way its owner hears of its handles."""
+    def submit(self, owner: int, request: Request, received_time: float) -> None:
+        """Take a request, received when it was, or refuse it; either way its owner hears of its handles."""
         outbox = self._outboxes[owner]
         try:
             if self._is_draining:
@@ -177,7 +177,8 @@ class EngineLoop:
             self._metrics.requests_ended.labels("refused").inc()
             outbox.put(wire.refusal_message(request.request_id, handles, error))
             return
-        outbox.put(wire.started_message(request.request_id, handles))
+        accept_seconds = None if request.stall_bound_seconds is None else self._clock() - received_time
+        outbox.put(wire.started_message(request.request_id, handles, accept_seconds=accept_seconds))
         self._wake.set()
 
     def abort(self, request_id: str, handles: tuple[int, ...]) -> None:

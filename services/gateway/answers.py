@@ -12,14 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from aiohttp import web
-
 from services.gateway.accounting import RequestAccount
 from services.gateway.answer_format import AnswerFormat, ChoiceDelta, UsageCounts, WholeChoice
+from services.gateway.client_call import Answered, AnswerWriter
 from services.gateway.failover import Generation, deadline_exceeded
 from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
 from services.gateway.output_text import ChoiceOutput
-from services.gateway.sse import SseWriter
 
 # So many tokens' log-probabilities take about a millisecond to write.
 _MANY_LOGPROBS: Final = 128
@@ -194,7 +192,7 @@ class AnswerSource:
             self._news.set()
 
 
-async def send_whole(source: AnswerSource, answer_format: AnswerFormat) -> web.Response:
+async def send_whole(source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat) -> Answered:
     """Collect the answer and return it as one body."""
     choices = [WholeChoice() for _ in range(source.num_choices)]
     async with source.started():
@@ -205,10 +203,12 @@ async def send_whole(source: AnswerSource, answer_format: AnswerFormat) -> web.R
     num_logprobs = sum(choice.num_logprobs for choice in choices)
     body = await _written(lambda: answer_format.body(choices, counts), num_logprobs)
     source.finish()
-    return web.Response(body=body, content_type="application/json")
+    return writer.whole(body)
 
 
-async def send_stream(source: AnswerSource, writer: SseWriter, answer_format: AnswerFormat) -> web.StreamResponse:
+async def send_stream(
+    source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat
+) -> Answered:
     """Write the answer as it comes; an error is raised, whether or not the stream has begun."""
     writer.framing = answer_format.framing
     async with source.started():
@@ -224,7 +224,7 @@ async def send_stream(source: AnswerSource, writer: SseWriter, answer_format: An
     return response
 
 
-async def _write_deltas(source: AnswerSource, writer: SseWriter, answer_format: AnswerFormat) -> bytes:
+async def _write_deltas(source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat) -> bytes:
     """Write the choices until their ends; the last events are left to the caller."""
     while True:
         deltas = await source.next_deltas()

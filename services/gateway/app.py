@@ -28,9 +28,12 @@ from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
 from services.gateway.anthropic_answers import error_shape
-from services.gateway.completions import Caller, Completions
-from services.gateway.endpoints import CHAT, MESSAGES, RESPONSES, TEXT
+from services.gateway.client_call import Caller
+from services.gateway.completions import Completions
+from services.gateway.endpoints import CHAT, MESSAGES, RESPONSES, TEXT, Endpoint, Request
 from services.gateway.engine_directory import EngineDirectory
+from services.gateway.http_body import BodyLimits
+from services.gateway.http_call import HttpCall
 from services.gateway.http_errors import error_object, error_response, internal_error
 from services.gateway.http_server import SERVER_NAME
 from services.gateway.identity import Authenticator
@@ -49,6 +52,7 @@ _REQUEST_ID: Final = web.RequestKey("request_id", str)
 _OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/metrics"})
 # What may stand in a header and in a log line: visible ASCII, of bounded length.
 _CLIENT_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _CLIENT_HEADER, _OUR_HEADER = "X-Request-Id", "X-Octavo-Request-Id"
 # How Anthropic's clients send their key.
 _API_KEY_HEADER: Final = "X-Api-Key"
@@ -70,6 +74,7 @@ class Parts:
     admission: Admission
     directory: EngineDirectory
     metrics: GatewayMetrics
+    body_limits: BodyLimits
     model: ModelFacts
     max_model_len: Callable[[], int]
     start_time: int
@@ -111,16 +116,20 @@ class _Routes:
         self._parts = parts
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER], CHAT)
+        return await self._complete(request, CHAT)
 
     async def text_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER], TEXT)
+        return await self._complete(request, TEXT)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER], RESPONSES)
+        return await self._complete(request, RESPONSES)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER], MESSAGES)
+        return await self._complete(request, MESSAGES)
+
+    async def _complete(self, request: web.Request, endpoint: Endpoint[Request]) -> web.StreamResponse:
+        call = HttpCall(request, request[_CALLER], self._parts.body_limits)
+        return await self._parts.completions.serve(call, endpoint)
 
     async def count_message_tokens(self, request: web.Request) -> web.Response:
         return await self._parts.tokenization.count_message_tokens(request, request[_CALLER].tenant)
@@ -215,7 +224,9 @@ def _authenticate(authenticator: Authenticator) -> Middleware:
             tenant = authenticator.authenticate(
                 request.headers.get(hdrs.AUTHORIZATION), request.headers.get(_API_KEY_HEADER)
             )
-            request[_CALLER] = Caller(tenant, request[_REQUEST_ID], _client_request_id(request))
+            request[_CALLER] = Caller(
+                tenant, request.path, request[_REQUEST_ID], _client_request_id(request), _traceparent(request)
+            )
         return await handler(request)
 
     return authenticate
@@ -247,6 +258,11 @@ def _client_request_id(request: web.Request) -> str | None:
     """Return the id that the client chose; one that could not be echoed safely counts as none."""
     value = request.headers.get(_CLIENT_HEADER, "")
     return value if _CLIENT_REQUEST_ID.fullmatch(value) else None
+
+
+def _traceparent(request: web.Request) -> str | None:
+    value = request.headers.get("traceparent", "")
+    return value if _TRACEPARENT.fullmatch(value) else None
 
 
 def _json(value: dict[str, Any]) -> web.Response:

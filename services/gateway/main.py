@@ -245,7 +245,6 @@ def _make_app(
         generations=Generations(placements, streams, failover),
         ledger=foundation.ledger,
         settings=CompletionSettings(
-            body_limits=body_limits,
             request_timeout_seconds=config.request_timeout_seconds,
             default_max_tokens=config.default_max_tokens,
             answers=AnswerSettings(config.sse_heartbeat_seconds, config.abort_settle_seconds),
@@ -267,6 +266,7 @@ def _make_app(
         admission=foundation.admission,
         directory=foundation.directory,
         metrics=foundation.metrics,
+        body_limits=body_limits,
         model=foundation.model,
         max_model_len=foundation.max_model_len,
         start_time=int(time.time()),
