@@ -17,7 +17,9 @@ from services.gateway.answer_format import AnswerFormat, ChoiceDelta, UsageCount
 from services.gateway.client_call import Answered, AnswerWriter
 from services.gateway.failover import Generation, deadline_exceeded
 from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
+from services.gateway.latency_receipt import Segment
 from services.gateway.output_text import ChoiceOutput, OutputText
+from services.gateway.request_times import NO_ANSWER_TIMES, AnswerTimes
 from services.gateway.token_relay import JsonPieces, TokenRelay
 
 # So many tokens' log-probabilities take about a millisecond to write.
@@ -132,8 +134,15 @@ class AnswerSource:
     """
 
     def __init__(
-        self, prompts: Sequence[PromptAnswer], news: asyncio.Event, *, deadline: float, settings: AnswerSettings
+        self,
+        prompts: Sequence[PromptAnswer],
+        news: asyncio.Event,
+        *,
+        deadline: float,
+        settings: AnswerSettings,
+        times: AnswerTimes = NO_ANSWER_TIMES,
     ) -> None:
+        self.times = times
         self._prompts = prompts
         self._news = news
         self._deadline = deadline
@@ -186,11 +195,14 @@ class AnswerSource:
                 # Tokens that passed by were signs of life too.
                 left_seconds = heartbeat_seconds - min(prompt.silent_seconds for prompt in self._prompts)
                 if left_seconds <= 0:
+                    self.times.waited()
                     return None
                 wait_until = loop.time() + left_seconds
                 continue
             self._news.clear()
+            self.times.woke()
             if deltas := [delta for prompt in self._prompts for delta in prompt.take()]:
+                self.times.took()
                 return deltas
 
     @contextmanager
@@ -237,7 +249,9 @@ async def send_whole(source: AnswerSource, writer: AnswerWriter[Answered], answe
         while not source.is_over:
             for delta in await source.next_deltas() or ():
                 choices[delta.choice_index].add(delta)
+    source.times.lap(Segment.FORMAT)
     counts = await source.usage()
+    source.times.lap(Segment.SETTLE)
     num_logprobs = sum(choice.num_logprobs for choice in choices)
     body = await _written(lambda: answer_format.body(choices, counts), num_logprobs)
     source.finish()
@@ -255,8 +269,11 @@ async def send_stream(
         if not source.has_ended:
             # The engine is asked for its counts after a stop string; the client need not wait for the text.
             await writer.send(data)
+            source.times.wrote()
             data = b""
-        data += answer_format.usage_event(await source.usage())
+        counts = await source.usage()
+        source.times.lap(Segment.SETTLE)
+        data += answer_format.usage_event(counts)
     response = await writer.finish(data)
     source.finish()
     return response
@@ -276,12 +293,15 @@ async def _write_deltas(
             deltas = await source.next_deltas()
         if deltas is None:
             await writer.ping()
+            source.times.wrote()
             continue
         data = await _events(answer_format, deltas)
+        source.times.lap(Segment.FORMAT)
         if source.is_over:
             return data
         if data:
             await writer.send(data)
+            source.times.wrote()
 
 
 async def _events(answer_format: AnswerFormat, deltas: Sequence[ChoiceDelta]) -> bytes:

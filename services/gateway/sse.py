@@ -36,6 +36,11 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
+def payloads_of(events: bytes) -> list[bytes]:
+    """Return what ``event`` was given for each of these events."""
+    return [line.removeprefix(b"data: ") for line in events.split(b"\n\n")[:-1]]
+
+
 def error_event(error: OctavoError) -> bytes:
     """Return the event that ends a stream that went wrong."""
     return event(error_body(known_error(error)))
@@ -60,6 +65,7 @@ class SseWriter:
         self._request = request
         self._deadline = deadline
         self._response: web.StreamResponse | None = None
+        self._transport: asyncio.Transport | None = None
         self._is_chunked = request.version >= HttpVersion11
         self.framing = OPENAI_FRAMING
 
@@ -71,16 +77,13 @@ class SseWriter:
     @property
     def is_clear(self) -> bool:
         """Whether the stream is open and its connection takes bytes without waiting."""
-        transport = self._request.transport
-        if self._response is None or transport is None:
-            return False
-        return not (self._request.protocol.writing_paused or transport.is_closing())
+        transport = self._transport
+        return transport is not None and not (self._request.protocol.writing_paused or transport.is_closing())
 
     def write_now(self, data: bytes) -> None:
         """Write whole events as aiohttp would, but for its many steps on the way; only where that is clear."""
-        transport = self._request.transport
-        assert transport is not None, "a stream that is clear has a connection"
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        assert self._transport is not None, "a stream that is clear has a connection"
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     async def send(self, data: bytes) -> None:
         """Write whole events.
@@ -138,4 +141,5 @@ class SseWriter:
             response = web.StreamResponse(headers=HEADERS)
             await response.prepare(self._request)
             self._response = response
+            self._transport = self._request.transport
         return self._response
