@@ -19,6 +19,7 @@ TIERS = ("gateway", "router", "engine", "worker", "telemetry", "clickhouse")
 
 _TIER_SETTING = re.compile(r"([a-z]+)\.([a-z][a-z0-9_-]*)=(.*)", re.DOTALL)
 _MAX_ENGINES = 64
+_MAX_GATEWAY_PROCESSES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class UpConfig:
     model_aliases: tuple[str, ...] = setting(
         (), "Further names by which clients may ask for the model, comma-separated."
     )
+    gateway_processes: int = setting(1, "Gateway processes that share the port; one serves some thousand streams.")
     engines: int = setting(1, "Number of replicas: each is one engine process and one worker process.")
     data_dir: str = setting(
         "octavo-data", "Folder for stores, spools, logs and run.json; it serves one `octavo up` at a time."
@@ -77,6 +79,10 @@ class UpConfig:
                 raise ValueError(f"{name} must be between 0 and 65535, not {getattr(self, name)}.")
         if not 1 <= self.engines <= _MAX_ENGINES:
             raise ValueError(f"engines must be between 1 and {_MAX_ENGINES}, not {self.engines}.")
+        if not 1 <= self.gateway_processes <= _MAX_GATEWAY_PROCESSES:
+            raise ValueError(
+                f"gateway_processes must be between 1 and {_MAX_GATEWAY_PROCESSES}, not {self.gateway_processes}."
+            )
         if not 0 <= self.background_nice <= 19:
             raise ValueError(f"background_nice must be between 0 and 19, not {self.background_nice}.")
         _require_scheme("redis_url", self.redis_url, ("redis", "rediss", "unix"))
