@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import random
 import time
 import uuid
@@ -120,6 +121,10 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         background.append(tasks.create_task(_tell_readiness(config, foundation, grpc_server)))
         if config.is_of_group:
             background.append(tasks.create_task(_share_counts(foundation.metrics)))
+        # What lives as long as the process need not be looked through by each of the collector's rounds, which stop
+        # all streams meanwhile.
+        gc.collect()
+        gc.freeze()
         log.info("gateway listens", host=host, port=port, grpc_address=grpc_server.address)
 
         await lifecycle.wait_for_shutdown()

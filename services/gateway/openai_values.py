@@ -56,7 +56,9 @@ def read_token_ids(body: Mapping[str, Any], name: str, *, max_count: int, vocab_
 
 def are_token_ids(values: list[Any], vocab_size: int) -> bool:
     """Tell whether all values are ids of the vocabulary."""
-    return all(type(value) is int and 0 <= value < vocab_size for value in values)
+    if not values:
+        return True
+    return {*map(type, values)} == {int} and min(values) >= 0 and max(values) < vocab_size
 
 
 def is_number(value: Any) -> bool:

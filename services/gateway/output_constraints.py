@@ -106,7 +106,7 @@ def _named_schema(value: Any) -> OutputConstraint:
     schema = value.get("schema")
     if not isinstance(schema, dict):
         raise InvalidRequest(f"'{path}.schema' must be a JSON schema, an object.", param=f"{path}.schema")
-    return OutputConstraint(_schema_grammar(schema), f"{path}.schema")
+    return OutputConstraint(_schema_grammar(schema, f"{path}.schema"), f"{path}.schema")
 
 
 def _structured_outputs(body: Mapping[str, Any]) -> OutputConstraint | None:
@@ -132,7 +132,7 @@ def _structured_grammar(name: str, value: Any) -> Grammar:
         case "json_object", True:
             return Grammar(GrammarForm.JSON_SCHEMA, (_ANY_OBJECT,))
         case "json", dict():
-            return _schema_grammar(value)
+            return _schema_grammar(value, "structured_outputs.json")
         case "json", str():
             return Grammar(GrammarForm.JSON_SCHEMA, (value,))
         case "regex", str():
@@ -166,8 +166,17 @@ def _lark_of(grammar: str) -> str:
         ) from error
 
 
-def _schema_grammar(schema: Mapping[str, Any]) -> Grammar:
-    return Grammar(GrammarForm.JSON_SCHEMA, (orjson.dumps(schema).decode(),))
+def _schema_grammar(schema: Mapping[str, Any], param: str) -> Grammar:
+    return Grammar(GrammarForm.JSON_SCHEMA, (schema_text(schema, param),))
+
+
+def schema_text(schema: Mapping[str, Any], param: str) -> str:
+    """Return a schema as JSON; raises InvalidRequest for one that is nested deeper than a form may be."""
+    try:
+        return orjson.dumps(schema).decode()
+    except TypeError as error:
+        # The values come from JSON, so only their depth can be wrong.
+        raise InvalidRequest(f"'{param}' is nested too deep; at most 250 levels are taken.", param=param) from error
 
 
 def _refuse_others(value: Mapping[str, Any], known: set[str], path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,6 +25,11 @@ class ChatPrompt:
         """How much text there is to render and tokenize."""
         return sum(len(message.content) for message in self.messages)
 
+    @property
+    def certain_texts(self) -> Sequence[str]:
+        """What is tokenized whatever the template does, which may drop what an assistant said before."""
+        return [message.content.strip() for message in self.messages if message.role == "user"]
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
@@ -37,6 +43,11 @@ class TextPrompt:
         """How much text there is to tokenize."""
         return len(self.text)
 
+    @property
+    def certain_texts(self) -> Sequence[str]:
+        """What is tokenized."""
+        return [self.text]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
@@ -48,6 +59,11 @@ class TokenPrompt:
     def num_characters(self) -> int:
         """There is nothing to tokenize."""
         return 0
+
+    @property
+    def certain_texts(self) -> Sequence[str]:
+        """There is nothing to tokenize."""
+        return []
 
 
 Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt

@@ -20,7 +20,7 @@ from libs.grammar import Grammar, GrammarForm, check_grammar
 from libs.grammar.compiler import JSON_OPTIONS
 from libs.text import ChatMessage
 from services.gateway.openai_values import read_boolean
-from services.gateway.output_constraints import OutputConstraint
+from services.gateway.output_constraints import OutputConstraint, schema_text
 
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 16
@@ -195,7 +195,7 @@ def _parameters(value: Any, path: str) -> Mapping[str, Any]:
         raise InvalidRequest(f"'{path}' must be a JSON schema of the type 'object'.", param=path)
     parameters = {"type": "object"} | value
     try:
-        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (orjson.dumps(parameters).decode(),)))
+        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (schema_text(parameters, path),)))
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param=path) from error
     return parameters
