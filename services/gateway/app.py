@@ -37,7 +37,7 @@ from services.gateway.identity import Authenticator
 from services.gateway.model_access import check_access, names_for
 from services.gateway.openai_answers import model_object
 from services.gateway.openai_schema import ModelFacts, check_model_name
-from services.gateway.openapi import openapi_document
+from services.gateway.openapi import openapi_json
 from services.gateway.tokenization import Tokenization
 
 log = get_logger("app")
@@ -143,7 +143,9 @@ class _Routes:
         return _json(self._model(name))
 
     async def openapi(self, request: web.Request) -> web.Response:
-        return _json(openapi_document())
+        names = names_for(request[_CALLER].tenant, self._parts.model)
+        body = openapi_json(names, self._parts.model.vocab_size)
+        return web.Response(body=body, content_type="application/json")
 
     async def livez(self, request: web.Request) -> web.Response:
         """Answer as long as the event loop runs; a supervisor restarts the process when it does not."""

@@ -16,12 +16,14 @@ import orjson
 
 from libs.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from libs.text import ChatMessage
-from services.gateway.generation_options import (
-    GenerationOptions,
-    parse_generation_options,
-    read_max_tokens,
-    read_num_logprobs,
+from services.gateway.generation_fields import (
+    CONTINUE_FINAL_MESSAGE,
+    LOGPROBS,
+    MAX_COMPLETION_TOKENS,
+    MAX_TOKENS,
+    TOP_LOGPROBS,
 )
+from services.gateway.generation_options import GenerationOptions, parse_generation_options
 from services.gateway.openai_fields import check_chat_fields, check_content_part_fields, check_message_fields
 from services.gateway.openai_values import read_boolean
 from services.gateway.output_constraints import OutputConstraint, check_beside_constraint
@@ -167,7 +169,7 @@ def check_model_name(name: str, model: ModelFacts) -> None:
 def read_chat_prompt(body: Mapping[str, Any]) -> ChatPrompt:
     """Return the messages, and how the template ends them."""
     messages = _messages(body)
-    continues = read_boolean(body, "continue_final_message", default=False)
+    continues = CONTINUE_FINAL_MESSAGE.read(body)
     adds = read_boolean(body, "add_generation_prompt", default=not continues)
     if continues and adds:
         raise InvalidRequest(
@@ -243,16 +245,16 @@ def _text_of_part(part: Any, path: str) -> str:
 
 
 def _num_logprobs(body: Mapping[str, Any]) -> int | None:
-    is_wanted = read_boolean(body, "logprobs", default=False)
-    count = read_num_logprobs(body, "top_logprobs") or 0
+    is_wanted = LOGPROBS.read(body)
+    count = TOP_LOGPROBS.read(body) or 0
     if count and not is_wanted:
         raise InvalidRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     return count if is_wanted else None
 
 
 def _max_output_tokens(body: Mapping[str, Any]) -> int | None:
-    old = read_max_tokens(body, "max_tokens")
-    new = read_max_tokens(body, "max_completion_tokens")
+    old = MAX_TOKENS.read(body)
+    new = MAX_COMPLETION_TOKENS.read(body)
     if old is not None and new is not None and old != new:
         raise InvalidRequest(
             "'max_tokens' and 'max_completion_tokens' differ; give one of them.", param="max_completion_tokens"

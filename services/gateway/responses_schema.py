@@ -15,11 +15,11 @@ from msgspec import Meta
 
 from libs.errors import UnsupportedField
 from libs.text import ChatMessage
+from services.gateway.generation_fields import MAX_TEMPERATURE
 from services.gateway.generation_options import (
     MAX_METADATA_KEY_CHARACTERS,
     MAX_METADATA_PAIRS,
     MAX_METADATA_VALUE_CHARACTERS,
-    MAX_TEMPERATURE,
     MAX_USER_CHARACTERS,
     GenerationOptions,
     parse_generation_options,

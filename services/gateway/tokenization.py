@@ -7,6 +7,7 @@ Owns their fields and answers. Prompts become tokens here exactly as they do for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
@@ -16,12 +17,13 @@ from libs.errors import InvalidRequest
 from libs.text import IncrementalDetokenizer
 from services.gateway.admission import Admission
 from services.gateway.anthropic_schema import parse_token_count
+from services.gateway.generation_fields import ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRINGS
 from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.identity import Tenant
 from services.gateway.model_access import check_access
 from services.gateway.openai_fields import check_fields
 from services.gateway.openai_schema import ModelFacts, check_model_name, parse_json, read_chat_prompt
-from services.gateway.openai_values import are_token_ids, read_boolean
+from services.gateway.openai_values import are_token_ids
 from services.gateway.prompts import Prompt, TextPrompt
 from services.gateway.text_preparation import TextPreparation
 
@@ -32,6 +34,14 @@ TOKENIZE_CHAT_FIELDS: Final = frozenset(
 DETOKENIZE_FIELDS: Final = frozenset({"model", "tokens"})
 # Of one token, in mean; only decides which threads do the work.
 _CHARACTERS_PER_TOKEN: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizationRequest:
+    """What is to be tokenized, and whether the names of its tokens are wanted."""
+
+    prompt: Prompt
+    returns_strings: bool
 
 
 class Tokenization:
@@ -55,11 +65,9 @@ class Tokenization:
     async def tokenize(self, http_request: web.Request, tenant: Tenant) -> web.Response:
         """Return a prompt's tokens; raises OctavoError for what is no prompt."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(http_request, tenant)
-            prompt = _read_prompt(body)
-            returns_strings = read_boolean(body, "return_token_strs", default=False)
+            request = parse_tokenization(await self._read(http_request, tenant), self._model)
             token_ids = await self._text.run(
-                lambda: self._text.token_ids_of(prompt), num_characters=prompt.num_characters
+                lambda: self._text.token_ids_of(request.prompt), num_characters=request.prompt.num_characters
             )
         texts = self._text.model_text.tokenizer.definition.token_texts
         return _json(
@@ -67,7 +75,7 @@ class Tokenization:
                 "count": len(token_ids),
                 "max_model_len": self._max_model_len(),
                 "tokens": token_ids,
-                "token_strs": [texts[token_id] for token_id in token_ids] if returns_strings else None,
+                "token_strs": [texts[token_id] for token_id in token_ids] if request.returns_strings else None,
             }
         )
 
@@ -83,8 +91,7 @@ class Tokenization:
     async def detokenize(self, http_request: web.Request, tenant: Tenant) -> web.Response:
         """Return the text of tokens, control tokens included; raises OctavoError for what are no tokens."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(http_request, tenant)
-            token_ids = _read_tokens(body, self._model.vocab_size)
+            token_ids = parse_detokenization(await self._read(http_request, tenant), self._model)
             text = await self._text.run(
                 lambda: self._text_of(token_ids), num_characters=_CHARACTERS_PER_TOKEN * len(token_ids)
             )
@@ -92,17 +99,39 @@ class Tokenization:
 
     async def _read(self, http_request: web.Request, tenant: Tenant) -> Mapping[str, Any]:
         body = parse_json(await read_json_body(http_request, self._body_limits))
-        name = body.get("model")
-        if name is not None:
-            if not isinstance(name, str):
-                raise InvalidRequest("'model' must be a string.", param="model")
-            check_model_name(name, self._model)
-        check_access(tenant, self._model, name)
+        check_access(tenant, self._model, _optional_model(body, self._model))
         return body
 
     def _text_of(self, token_ids: list[int]) -> str:
         detokenizer = IncrementalDetokenizer(self._text.model_text.tokenizer, skip_special_tokens=False)
         return detokenizer.add(token_ids) + detokenizer.flush()
+
+
+def parse_tokenization(body: Mapping[str, Any], model: ModelFacts) -> TokenizationRequest:
+    """Check every field and return the request; raises InvalidRequest, which names the field, or ModelNotFound."""
+    _optional_model(body, model)
+    return TokenizationRequest(_read_prompt(body), RETURN_TOKEN_STRINGS.read(body))
+
+
+def parse_detokenization(body: Mapping[str, Any], model: ModelFacts) -> list[int]:
+    """Check every field and return the tokens; raises as ``parse_tokenization`` does."""
+    _optional_model(body, model)
+    check_fields(body, DETOKENIZE_FIELDS)
+    token_ids = body.get("tokens")
+    if not isinstance(token_ids, list) or not are_token_ids(token_ids, model.vocab_size):
+        raise InvalidRequest(
+            f"'tokens' must be a list of token ids from 0 to {model.vocab_size - 1}.", param="tokens"
+        )
+    return token_ids
+
+
+def _optional_model(body: Mapping[str, Any], model: ModelFacts) -> str | None:
+    name = body.get("model")
+    if name is not None:
+        if not isinstance(name, str):
+            raise InvalidRequest("'model' must be a string.", param="model")
+        check_model_name(name, model)
+    return name
 
 
 def _read_prompt(body: Mapping[str, Any]) -> Prompt:
@@ -113,15 +142,7 @@ def _read_prompt(body: Mapping[str, Any]) -> Prompt:
     text = body.get("prompt")
     if not isinstance(text, str):
         raise InvalidRequest("Give either 'prompt', a string, or 'messages'.", param="prompt")
-    return TextPrompt(text, read_boolean(body, "add_special_tokens", default=True))
-
-
-def _read_tokens(body: Mapping[str, Any], vocab_size: int) -> list[int]:
-    check_fields(body, DETOKENIZE_FIELDS)
-    token_ids = body.get("tokens")
-    if not isinstance(token_ids, list) or not are_token_ids(token_ids, vocab_size):
-        raise InvalidRequest(f"'tokens' must be a list of token ids from 0 to {vocab_size - 1}.", param="tokens")
-    return token_ids
+    return TextPrompt(text, ADD_SPECIAL_TOKENS.read(body))
 
 
 def _json(value: Mapping[str, Any]) -> web.Response:

@@ -19,7 +19,7 @@ from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
 from libs.grammar.compiler import JSON_OPTIONS
 from libs.text import ChatMessage
-from services.gateway.openai_values import read_boolean
+from services.gateway.generation_fields import PARALLEL_TOOL_CALLS
 from services.gateway.output_constraints import OutputConstraint
 
 MAX_TOOLS: Final = 128
@@ -28,6 +28,10 @@ MAX_DESCRIPTION_CHARACTERS: Final = 8192
 CALL_BEGIN: Final = "<tool_call>"
 CALL_END: Final = "</tool_call>"
 
+# Of a call that was made. A call that a client put together from a stream has its place in the message.
+_CALL_FIELDS: Final = frozenset({"id", "type", "function", "index"})
+_FUNCTION_FIELDS: Final = frozenset({"name", "arguments"})
+_CHOICE_FIELDS: Final = frozenset({"type", "function"})
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # As Qwen's template words it.
 _INTRODUCTION: Final = (
@@ -85,7 +89,7 @@ def parse_tool_use(body: Mapping[str, Any]) -> ToolUse | None:
         UnsupportedField: a kind of tool or choice that is not served.
     """
     tools = _tools(body)
-    is_parallel = read_boolean(body, "parallel_tool_calls", default=True)
+    is_parallel = PARALLEL_TOOL_CALLS.read(body)
     choice, named = _choice(body, tools)
     if choice is ToolChoice.NONE:
         return None
@@ -128,6 +132,8 @@ def _written_call(value: Any, path: str) -> str:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or value.get("type", "function") != "function":
         raise InvalidRequest(f"'{path}' must be a call with 'id', 'type' and 'function'.", param=path)
+    _refuse_others(value, _CALL_FIELDS, path)
+    _refuse_others(function, _FUNCTION_FIELDS, f"{path}.function")
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(value.get("id"), str):
         raise InvalidRequest(f"'{path}.id' must be a string.", param=f"{path}.id")
@@ -138,6 +144,11 @@ def _written_call(value: Any, path: str) -> str:
             f"'{path}.function.arguments' must be a JSON object as a string.", param=f"{path}.function.arguments"
         )
     return call_text(name, arguments)
+
+
+def _refuse_others(value: Mapping[str, Any], known: frozenset[str], path: str) -> None:
+    for name in value.keys() - known:
+        raise InvalidRequest(f"Unknown field '{path}.{name[:64]}'.", param=path)
 
 
 def _is_object(text: str) -> bool:
@@ -225,6 +236,8 @@ def _named_tool(value: Mapping[str, Any], tools: Sequence[Tool]) -> Tool:
             '\'tool_choice\' as an object must be {"type": "function", "function": {"name": …}}.',
             param="tool_choice",
         )
+    _refuse_others(value, _CHOICE_FIELDS, "tool_choice")
+    _refuse_others(function, frozenset({"name"}), "tool_choice.function")
     for tool in tools:
         if tool.name == function.get("name"):
             return tool
