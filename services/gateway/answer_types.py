@@ -27,6 +27,19 @@ class Usage(Struct, forbid_unknown_fields=True):
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
+class Timings(Struct, forbid_unknown_fields=True):
+    """Where the time of a request went, in microseconds: segments and what is left over add up to the wall's."""
+
+    wall_us: int
+    segments_us: dict[str, int]
+    unattributed_us: int
+    # Of segments that are zero, why.
+    absent: dict[str, str]
+    retries: int
+    choices: list[dict[str, Any]]
+    stalls: dict[str, Any] | None
+
+
 class Alternative(Struct, forbid_unknown_fields=True):
     """A token that could have been chosen."""
 
@@ -107,6 +120,7 @@ class ChatCompletion(Struct, forbid_unknown_fields=True):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class FunctionDelta(Struct, forbid_unknown_fields=True):
@@ -154,6 +168,7 @@ class ChatCompletionChunk(Struct, forbid_unknown_fields=True):
     # Only with stream_options; null before the last unless it is continuous.
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class TextLogprobs(Struct, forbid_unknown_fields=True):
@@ -186,6 +201,7 @@ class TextCompletion(Struct, forbid_unknown_fields=True):
     model: str
     choices: list[TextChoice]
     usage: Usage
+    timings: Timings | UnsetType = UNSET
 
 
 class TextChunkChoice(Struct, forbid_unknown_fields=True):
@@ -208,6 +224,7 @@ class TextCompletionChunk(Struct, forbid_unknown_fields=True):
     model: str
     choices: list[TextChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class Model(Struct, forbid_unknown_fields=True):

@@ -88,6 +88,7 @@ STREAM: Final = BooleanField("stream", False, "Answer with server-sent events.")
 RETURN_TOKEN_IDS: Final = BooleanField(
     "return_token_ids", False, "Show prompt_token_ids, and token_ids in each choice."
 )
+TIMINGS: Final = BooleanField("timings", False, "Show where the time went, in the body or the last chunk.")
 PROMPT_LOGPROBS: Final = IntegerField(
     "prompt_logprobs", 0, MAX_LOGPROBS, "Likeliest tokens beside each token of the prompt; not with stream."
 )
@@ -132,5 +133,6 @@ SHARED_FIELDS: Final[tuple[RequestField, ...]] = (
     ECHO,
     STREAM,
     RETURN_TOKEN_IDS,
+    TIMINGS,
     PROMPT_LOGPROBS,
 )

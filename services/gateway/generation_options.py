@@ -31,6 +31,7 @@ from services.gateway.generation_fields import (
     SKIP_SPECIAL_TOKENS,
     STREAM,
     TEMPERATURE,
+    TIMINGS,
 )
 from services.gateway.openai_fields import check_stream_options
 from services.gateway.openai_values import is_number, read_integer, read_number, read_token_ids
@@ -92,6 +93,8 @@ class GenerationOptions:
     includes_usage: bool
     has_continuous_usage: bool
     returns_token_ids: bool
+    # The answer ends with its latency receipt.
+    returns_timings: bool
     # Alternatives to show beside each token's own log-probability: in the answer, and of the prompt in a field of
     # its own or where it is echoed. None shows nothing.
     num_logprobs: int | None
@@ -152,6 +155,7 @@ def parse_generation_options(
         includes_usage=INCLUDE_USAGE.read(stream_options, "stream_options."),
         has_continuous_usage=CONTINUOUS_USAGE.read(stream_options, "stream_options."),
         returns_token_ids=RETURN_TOKEN_IDS.read(body),
+        returns_timings=TIMINGS.read(body),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=_num_prompt_logprobs(body, is_streaming=is_streaming),
         num_echoed_logprobs=num_echoed_logprobs,
