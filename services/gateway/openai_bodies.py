@@ -53,7 +53,7 @@ from services.gateway.openai_fields import (
     NEUTRAL_STREAM_OPTIONS,
     NEUTRAL_STRUCTURED_OUTPUTS,
     NEUTRAL_VALUES,
-    NeutralValues,
+    NeutralField,
 )
 from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES
 from services.gateway.openai_text_schema import MAX_PROMPTS
@@ -278,6 +278,7 @@ def _tool_call() -> JsonSchema:
     function = _closed(
         {
             "name": _function_name(),
+            "parsed_arguments": {"description": "Made of the arguments by a client; it changes nothing."},
             "arguments": {
                 "type": "string",
                 "pattern": r"^\s*\{",
@@ -395,7 +396,7 @@ def _closed(properties: Mapping[str, JsonSchema], required: Sequence[str]) -> Js
     }
 
 
-def _with_neutral(schema: JsonSchema, neutral: Mapping[str, NeutralValues]) -> JsonSchema:
+def _with_neutral(schema: JsonSchema, neutral: Mapping[str, NeutralField]) -> JsonSchema:
     """Add the fields that are known and not served."""
     served: Mapping[str, Any] = schema["properties"]
     others = {name: values.schema() for name, values in neutral.items() if name not in served}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from libs.errors import InvalidRequest, UnsupportedField
 
@@ -86,6 +86,22 @@ class NeutralValues:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class AnyValue:
+    """Any value of a field that a client made of what else it sends, so that the field says nothing."""
+
+    def __call__(self, value: Any) -> bool:
+        """Take it."""
+        return True
+
+    def schema(self) -> dict[str, Any]:
+        """Return the schema of any value."""
+        return {"description": "Made of the rest by a client; it changes nothing."}
+
+
+NeutralField: TypeAlias = NeutralValues | AnyValue
+
+
 def _kind(value: Any) -> type:
     """Return a value's type; a number is one whether it is written with a point or not."""
     return float if type(value) is int else type(value)
@@ -98,7 +114,7 @@ def _one_of(*values: Any) -> NeutralValues:
 _NULL, _EMPTY, _OFF, _ON, _ONE = _one_of(), _one_of([], {}), _one_of(False), _one_of(True), _one_of(1)
 
 # Fields known and not served, each with the test for the values that change nothing.
-NEUTRAL_VALUES: Final[Mapping[str, NeutralValues]] = {
+NEUTRAL_VALUES: Final[Mapping[str, NeutralField]] = {
     # OpenAI
     "audio": _NULL,
     "function_call": _one_of("none"),
@@ -153,22 +169,24 @@ _RENAMED: Final[Mapping[str, str]] = {
 }
 
 # Of these a value is legal and served only in part.
-NEUTRAL_STREAM_OPTIONS: Final[Mapping[str, NeutralValues]] = {
+NEUTRAL_STREAM_OPTIONS: Final[Mapping[str, NeutralField]] = {
     "include_obfuscation": _OFF,
 }
-NEUTRAL_STRUCTURED_OUTPUTS: Final[Mapping[str, NeutralValues]] = {
+NEUTRAL_STRUCTURED_OUTPUTS: Final[Mapping[str, NeutralField]] = {
     "disable_additional_properties": _OFF,
     "disable_any_whitespace": _OFF,
     "disable_fallback": _one_of(True, False),
     "structural_tag": _NULL,
     "whitespace_pattern": _NULL,
 }
-NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, NeutralValues]] = {
+NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, NeutralField]] = {
     # What an answer holds, so that a client may send it back as it came.
     "annotations": _EMPTY,
     "audio": _NULL,
     "function_call": _NULL,
     "name": _NULL,
+    # What OpenAI's clients have read out of the content.
+    "parsed": AnyValue(),
     "reasoning": _NULL,
     "reasoning_content": _NULL,
     "refusal": _NULL,

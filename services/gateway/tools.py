@@ -28,9 +28,10 @@ MAX_DESCRIPTION_CHARACTERS: Final = 8192
 CALL_BEGIN: Final = "<tool_call>"
 CALL_END: Final = "</tool_call>"
 
-# Of a call that was made. A call that a client put together from a stream has its place in the message.
+# Of a call that was made. One that a client put together from a stream has its place in the message, and OpenAI's
+# clients add what they have read out of the arguments.
 _CALL_FIELDS: Final = frozenset({"id", "type", "function", "index"})
-_FUNCTION_FIELDS: Final = frozenset({"name", "arguments"})
+_FUNCTION_FIELDS: Final = frozenset({"name", "arguments", "parsed_arguments"})
 _CHOICE_FIELDS: Final = frozenset({"type", "function"})
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # As Qwen's template words it.
