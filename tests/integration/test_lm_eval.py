@@ -96,7 +96,7 @@ def write_tasks(folder: Path) -> None:
 def evaluate(folder: Path, name: str, *model: str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """Run lm-eval; returns its scores and its samples, both by task."""
     output = folder / name
-    command = [str(PYTHON), "-m", "lm_eval", *model, "--tasks", f"{CHOICES},{ANSWERS}"]
+    command = [str(PYTHON), "-m", "lm_eval", "run", *model, "--tasks", CHOICES, ANSWERS]
     command += ["--include_path", str(folder), "--output_path", str(output), "--log_samples"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     done = subprocess.run(
@@ -126,7 +126,7 @@ def test_scores_of_the_served_model_are_those_of_transformers(running_octavo: St
         tmp_path,
         "hf",
         *("--model", "hf", "--batch_size", "8", "--device", "cpu"),
-        *("--model_args", f"pretrained={folder},dtype=float32"),
+        *("--model_args", f"pretrained={folder}", "dtype=float32"),
     )
     flags = ("--model", str(folder), "--served-model-name", MODEL_NAME, "--set", "worker.dtype=float32")
     with running_octavo(*flags) as octavo:
@@ -134,10 +134,8 @@ def test_scores_of_the_served_model_are_those_of_transformers(running_octavo: St
             tmp_path,
             "served",
             *("--model", "local-completions", "--batch_size", "4"),
-            *(
-                "--model_args",
-                f"model={MODEL_NAME},base_url={octavo.base_url}/v1/completions,tokenizer={folder},num_concurrent=4",
-            ),
+            *("--model_args", f"model={MODEL_NAME}", f"base_url={octavo.base_url}/v1/completions"),
+            *(f"tokenizer={folder}", "num_concurrent=4"),
         )
 
     assert [len(samples[CHOICES]), len(samples[ANSWERS])] == [60, 12]
