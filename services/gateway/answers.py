@@ -17,7 +17,9 @@ from services.gateway.answer_format import AnswerFormat, ChoiceDelta, UsageCount
 from services.gateway.client_call import Answered, AnswerWriter
 from services.gateway.failover import Generation, deadline_exceeded
 from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
+from services.gateway.latency_receipt import Segment
 from services.gateway.output_text import ChoiceOutput
+from services.gateway.request_times import NO_ANSWER_TIMES, AnswerTimes
 
 # So many tokens' log-probabilities take about a millisecond to write.
 _MANY_LOGPROBS: Final = 128
@@ -112,8 +114,15 @@ class AnswerSource:
     """
 
     def __init__(
-        self, prompts: Sequence[PromptAnswer], news: asyncio.Event, *, deadline: float, settings: AnswerSettings
+        self,
+        prompts: Sequence[PromptAnswer],
+        news: asyncio.Event,
+        *,
+        deadline: float,
+        settings: AnswerSettings,
+        times: AnswerTimes = NO_ANSWER_TIMES,
     ) -> None:
+        self.times = times
         self._prompts = prompts
         self._news = news
         self._deadline = deadline
@@ -162,9 +171,12 @@ class AnswerSource:
             except TimeoutError:
                 if wait_until >= self._deadline:
                     raise deadline_exceeded() from None
+                self.times.waited()
                 return None
             self._news.clear()
+            self.times.woke()
             if deltas := [delta for prompt in self._prompts for delta in prompt.take()]:
+                self.times.took()
                 return deltas
 
     async def usage(self) -> UsageCounts:
@@ -206,7 +218,9 @@ async def send_whole(source: AnswerSource, writer: AnswerWriter[Answered], answe
         while not source.is_over:
             for delta in await source.next_deltas() or ():
                 choices[delta.choice_index].add(delta)
+    source.times.lap(Segment.FORMAT)
     counts = await source.usage()
+    source.times.lap(Segment.SETTLE)
     num_logprobs = sum(choice.num_logprobs for choice in choices)
     body = await _written(lambda: answer_format.body(choices, counts), num_logprobs)
     source.finish()
@@ -224,8 +238,11 @@ async def send_stream(
         if not source.has_ended:
             # The engine is asked for its counts after a stop string; the client need not wait for the text.
             await writer.send(data)
+            source.times.wrote()
             data = b""
-        data += answer_format.usage_event(await source.usage())
+        counts = await source.usage()
+        source.times.lap(Segment.SETTLE)
+        data += answer_format.usage_event(counts)
     response = await writer.finish(data)
     source.finish()
     return response
@@ -237,12 +254,15 @@ async def _write_deltas(source: AnswerSource, writer: AnswerWriter[Answered], an
         deltas = await source.next_deltas()
         if deltas is None:
             await writer.ping()
+            source.times.wrote()
             continue
         data = await _events(answer_format, deltas)
+        source.times.lap(Segment.FORMAT)
         if source.is_over:
             return data
         if data:
             await writer.send(data)
+            source.times.wrote()
 
 
 async def _events(answer_format: AnswerFormat, deltas: Sequence[ChoiceDelta]) -> bytes:

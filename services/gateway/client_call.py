@@ -1,19 +1,25 @@
 """A client's request on whichever wire it came: what it brings, and where its answer goes.
 
-The seam between those who serve requests and HTTP or gRPC. Owns no behaviour.
+The seam between those who serve requests and HTTP or gRPC. Owns which ids of clients are taken.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar
 
 from libs.errors import OctavoError
 from services.gateway.identity import Tenant
+from services.gateway.request_times import RequestTimes
 
 # What the wire wants at the end, such as an HTTP response; None where everything was written on the way.
 Answered = TypeVar("Answered", covariant=True)
+
+# What may stand in a header and in a log line: visible ASCII, of bounded length.
+_CLIENT_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,7 @@ class Caller:
     request_id: str
     client_request_id: str | None = None
     traceparent: str | None = None
+    times: RequestTimes = field(default_factory=RequestTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +84,13 @@ class ClientCall(Protocol[Answered]):
 
     def new_writer(self, deadline: float) -> AnswerWriter[Answered]:
         """Return what takes the answer, until ``deadline`` on the event loop's clock."""
+
+
+def read_client_request_id(value: str | None) -> str | None:
+    """Return the id that a client chose; one that could not be echoed safely counts as none."""
+    return value if value is not None and _CLIENT_REQUEST_ID.fullmatch(value) else None
+
+
+def read_traceparent(value: str | None) -> str | None:
+    """Return W3C's trace context, if it is one."""
+    return value if value is not None and _TRACEPARENT.fullmatch(value) else None

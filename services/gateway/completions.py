@@ -24,11 +24,14 @@ from services.gateway.failover import Generation, Generations
 from services.gateway.generation import SamplingParams, Submission
 from services.gateway.generation_options import GenerationOptions, check_total_logprobs
 from services.gateway.http_errors import internal_error, known_error
+from services.gateway.latency_receipt import Segment
 from services.gateway.model_access import check_access
 from services.gateway.openai_schema import ModelFacts, read_head
 from services.gateway.output_text import ChoiceOutput, new_output
 from services.gateway.parsed_output import ParsedOutput
 from services.gateway.peers import PlacementAsk
+from services.gateway.receipt_format import ReceiptFormat
+from services.gateway.request_spans import RequestSpans, RequestTrace
 from services.gateway.text_preparation import PreparedPrompt, PreparedText, TextPreparation, fit_output
 
 log = get_logger("completions")
@@ -40,6 +43,8 @@ class CompletionSettings:
 
     request_timeout_seconds: float
     default_max_tokens: int | None
+    # A gap between two tokens from which on a latency receipt calls it a stall.
+    stall_bound_seconds: float
     answers: AnswerSettings
 
 
@@ -51,6 +56,7 @@ class _Exchange:
     accounts: list[RequestAccount]
     # The request's last moment on the event loop's clock.
     deadline: float
+    trace: RequestTrace
     generations: list[Generation] = field(default_factory=list)
     # Set when any generation has something to take.
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -71,7 +77,9 @@ class Completions:
         max_model_len: Callable[[], int],
         draw_seed: Callable[[], int],
         tasks: asyncio.TaskGroup,
+        spans: RequestSpans,
     ) -> None:
+        self._spans = spans
         self._model = model
         self._text = text
         self._admission = admission
@@ -92,7 +100,7 @@ class Completions:
         account = self._ledger.open(_identity(caller, caller.request_id))
         deadline = asyncio.get_running_loop().time() + self._seconds_for(call)
         writer = call.new_writer(deadline)
-        exchange = _Exchange(caller, [account], deadline)
+        exchange = _Exchange(caller, [account], deadline, self._spans.begin(caller))
         try:
             with self._admission.admit() as slot, slot.interruptible():
                 return await self._serve(exchange, call, writer, endpoint, slot)
@@ -109,6 +117,8 @@ class Completions:
         finally:
             for account, generation in itertools.zip_longest(exchange.accounts, exchange.generations):
                 self._close(account, generation)
+            exchange.trace.end(exchange.accounts)
+            _tell_untold_receipt(caller)
 
     def _seconds_for(self, call: ClientCall[Answered]) -> float:
         """Return the time for a whole request: the server's, or what the client gives if that is less."""
@@ -129,9 +139,14 @@ class Completions:
         exchange.accounts[0].model_name = self._model.own_name(head.model_name)
         exchange.accounts[0].is_streaming = head.is_streaming
         request = endpoint.parse(body, self._model)
+        times = exchange.caller.times
+        times.lap(Segment.PARSE)
+        times.want(request.options, self._settings.stall_bound_seconds)
         check_access(exchange.caller.tenant, self._model, request.model)
+        exchange.trace.begin_generation(endpoint.operation, self._model.name)
         slot.grow(len(request.prompts) - 1)
         self._accept(exchange, request)
+        times.lap(Segment.RECORD)
 
         max_model_len = self._max_model_len()
         text = await self._text.prepare(
@@ -139,6 +154,7 @@ class Completions:
             request.options,
             cache_salt=exchange.caller.tenant.cache_salt,
             max_model_len=max_model_len,
+            marks=times,
         )
         for account, prompt in zip(exchange.accounts, text.prompts, strict=True):
             account.num_prompt_tokens = len(prompt.token_ids)
@@ -193,7 +209,7 @@ class Completions:
         ask = PlacementAsk(
             request_id=account.identity.request_id,
             tenant_id=caller.tenant.tenant_id,
-            traceparent=caller.traceparent,
+            traceparent=exchange.trace.traceparent,
             model_name=self._model.name,
             num_prompt_tokens=len(prompt.token_ids),
             max_output_tokens=params.max_output_tokens,
@@ -204,13 +220,14 @@ class Completions:
         submission = Submission(
             request_id=account.identity.request_id,
             tenant_id=caller.tenant.tenant_id,
-            traceparent=caller.traceparent,
+            traceparent=exchange.trace.traceparent,
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
             cache_salt=caller.tenant.cache_salt,
             shared_prefix=prompt.shared_prefix,
             num_choices=options.num_choices,
             priority=options.priority,
+            stall_bound_seconds=caller.times.wanted_stall_bound_seconds,
         )
         return self._generations.new(ask, submission, deadline=exchange.deadline, news=exchange.news)
 
@@ -252,13 +269,22 @@ class Completions:
             PromptAnswer(generation, self._new_outputs(request.options, prompt), account, prompt_index=index)
             for index, (account, generation, prompt) in enumerate(served)
         ]
-        source = AnswerSource(answers, exchange.news, deadline=exchange.deadline, settings=self._settings.answers)
+        times = exchange.caller.times
+        source = AnswerSource(
+            answers,
+            exchange.news,
+            deadline=exchange.deadline,
+            settings=self._settings.answers,
+            times=times.answer_times(exchange.generations),
+        )
         head = AnswerHead(
             answer_id=f"{endpoint.answer_id_prefix}{exchange.caller.request_id}",
             created=int(exchange.accounts[0].accepted_time),
             model=request.model,
         )
         answer_format = endpoint.new_format(request, head, prompts, self._text.model_text.tokenizer)
+        if times.is_wanted:
+            answer_format = ReceiptFormat(answer_format, times)
         if request.options.is_streaming:
             return await send_stream(source, writer, answer_format)
         return await send_whole(source, writer, answer_format)
@@ -302,6 +328,13 @@ async def _fail(exchange: _Exchange, writer: AnswerWriter[Answered], error: Octa
     if writer.is_open:
         return await writer.fail(error)
     raise error
+
+
+def _tell_untold_receipt(caller: Caller) -> None:
+    """Log the receipt of an answer that broke off before its client could be told."""
+    if caller.times.is_wanted and not caller.times.is_told:
+        timings = caller.times.receipt().as_json()
+        log.info("request broke off before its receipt", request_id=caller.request_id, timings=timings)
 
 
 def _close_with(account: RequestAccount, generation: Generation) -> None:

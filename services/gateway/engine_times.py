@@ -111,6 +111,8 @@ class TryTimes:
 class Journey:
     """A request's way to its first token: places and tries."""
 
+    # When a place was asked for, and how long until there was one.
+    asked_ns: int | None = None
     placement_ns: int = 0
     retry_ns: int = 0
     current: TryTimes | None = None

@@ -137,7 +137,7 @@ class Generation:
             OctavoError: there is no place, or the last engine tried failed; DeadlineExceeded in time.
         """
         async with _until(self._deadline):
-            asked_ns = time.monotonic_ns()
+            asked_ns = self.journey.asked_ns = time.monotonic_ns()
             self._place = await self._placements.place(self._ask, deadline=self._deadline)
             self.journey.placement_ns = time.monotonic_ns() - asked_ns
             while not self._has_started:

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from services.gateway.client_call import Caller
 from services.gateway.http_body import BodyLimits, read_json_body
+from services.gateway.latency_receipt import Segment
 from services.gateway.openai_schema import parse_json
 from services.gateway.sse import SseWriter
 
@@ -28,7 +29,12 @@ class HttpCall:
 
     async def read_body(self) -> dict[str, Any]:
         """Return the body; raises OctavoError for one that is no JSON object."""
-        return parse_json(await read_json_body(self.http_request, self.body_limits))
+        times = self.caller.times
+        raw = await read_json_body(self.http_request, self.body_limits)
+        times.lap(Segment.RECEIVE)
+        body = parse_json(raw)
+        times.lap(Segment.PARSE)
+        return body
 
     def new_writer(self, deadline: float) -> SseWriter:
         """Return what writes the answer."""

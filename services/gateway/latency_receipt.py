@@ -42,7 +42,7 @@ class Segment(StrEnum):
     PREFILL = "prefill"
     # An engine that could not tell more had the request.
     ENGINE = "engine"
-    # From a first token's arrival until it was handed to the client's socket.
+    # From a first token's arrival until its bytes were ready for the client's socket.
     FIRST_TOKEN = "first_token"
     # Waiting for tokens after the first, but for stalls.
     DECODE = "decode"
@@ -166,12 +166,16 @@ class Waterfall:
         # Until here the time is accounted for.
         self.cursor_ns = start_ns
         self._segments: dict[Segment, int] = {}
+        # From the first lap of each segment to the end of its last.
+        self._intervals: dict[Segment, tuple[int, int]] = {}
 
     def lap(self, segment: Segment, now_ns: int) -> int:
         """Give a segment the time since the last mark; returns it."""
         duration_ns = max(0, now_ns - self.cursor_ns)
         self.add(segment, duration_ns)
+        start_ns, _ = self._intervals.get(segment, (self.cursor_ns, 0))
         self.cursor_ns = max(self.cursor_ns, now_ns)
+        self._intervals[segment] = (start_ns, self.cursor_ns)
         return duration_ns
 
     def skip(self, now_ns: int) -> None:
@@ -181,6 +185,10 @@ class Waterfall:
     def add(self, segment: Segment, duration_ns: int) -> None:
         """Give a segment time that was measured elsewhere."""
         self._segments[segment] = self._segments.get(segment, 0) + duration_ns
+
+    def interval(self, segment: Segment) -> tuple[int, int] | None:
+        """Return when a segment began first and ended last; None where it never was."""
+        return self._intervals.get(segment)
 
     def segments(self, others: Iterable[Mapping[Segment, int]] = ()) -> dict[Segment, int]:
         """Return the sums so far, with those that were measured elsewhere and are not added yet."""

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from services.gateway.engine_times import Journey, TryTimes
 from services.gateway.failover import Generation
 from services.gateway.generation import EngineUsage
+from services.gateway.generation_options import GenerationOptions
 from services.gateway.latency_receipt import (
     ChoiceReceipt,
     GatewayStallReason,
@@ -40,11 +41,21 @@ class RequestTimes:
         self._waterfall = Waterfall(time.monotonic_ns() if start_ns is None else start_ns)
         # Whether the client wants the receipt.
         self.is_wanted = False
+        # Whether the client was told.
+        self.is_told = False
+        # Whether its spans are kept, which are made from the same marks.
+        self.is_traced = False
         self.is_streamed = False
         self.stall_bound_seconds = 0.0
         self._generations: Sequence[Generation] = ()
         self._stalls: list[ReceiptStall] = []
         self._num_stalls = 0
+
+    def want(self, options: GenerationOptions, stall_bound_seconds: float) -> None:
+        """Take what the body says; gaps between tokens beyond the bound will count as stalls."""
+        self.is_wanted = self.is_wanted or options.returns_timings
+        self.is_streamed = options.is_streaming
+        self.stall_bound_seconds = stall_bound_seconds
 
     @property
     def start_ns(self) -> int:
@@ -54,7 +65,22 @@ class RequestTimes:
     @property
     def wanted_stall_bound_seconds(self) -> float | None:
         """What engines are asked to tell: gaps beyond this; None where nothing is wanted."""
-        return self.stall_bound_seconds if self.is_wanted else None
+        return self.stall_bound_seconds if self.is_marked else None
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the marks of each step are of interest."""
+        return self.is_wanted or self.is_traced
+
+    @property
+    def journeys(self) -> list[Journey]:
+        """The ways of the request's prompts, as far as they have begun."""
+        return [generation.journey for generation in self._generations]
+
+    def intervals(self, segments: Sequence[Segment]) -> dict[Segment, tuple[int, int]]:
+        """Return when each of these began and ended, of those that were."""
+        found = ((segment, self._waterfall.interval(segment)) for segment in segments)
+        return {segment: interval for segment, interval in found if interval is not None}
 
     def lap(self, segment: Segment) -> None:
         """The time since the last mark was this segment."""
@@ -68,8 +94,8 @@ class RequestTimes:
         """Begin to wait for these generations; returns what takes the marks of the answer."""
         self.skip()
         self._generations = generations
-        if not self.is_wanted:
-            return _NO_ANSWER_TIMES
+        if not self.is_marked:
+            return NO_ANSWER_TIMES
         return _Watch(self._waterfall, generations, self)
 
     def note_stall(self, reason: GatewayStallReason, gap_ns: int) -> None:
@@ -95,7 +121,7 @@ class RequestTimes:
             absent=absent,
             num_retries=sum(generation.num_retries for generation in self._generations),
             choices=self._choices(),
-            stalls=self._stall_report() if self.is_wanted else None,
+            stalls=self._stall_report() if self.is_marked else None,
         )
 
     def _segments(self, now_ns: int) -> dict[Segment, int]:
@@ -138,8 +164,8 @@ class AnswerTimes(Protocol):
     def lap(self, segment: Segment) -> None:
         """The time since the last mark was this segment."""
 
-    def begin(self) -> None:
-        """The first tokens were taken."""
+    def took(self) -> None:
+        """What had come was taken and is text."""
 
     def wrote(self) -> None:
         """Bytes were handed to the client's socket."""
@@ -157,14 +183,14 @@ class _NoAnswerTimes:
     def lap(self, segment: Segment) -> None:
         """Do nothing."""
 
-    def begin(self) -> None:
+    def took(self) -> None:
         """Do nothing."""
 
     def wrote(self) -> None:
         """Do nothing."""
 
 
-_NO_ANSWER_TIMES: Final = _NoAnswerTimes()
+NO_ANSWER_TIMES: Final = _NoAnswerTimes()
 
 
 class _Watch:
@@ -187,7 +213,7 @@ class _Watch:
         unread = [times.unread_since_ns for times in tries if times.unread_since_ns is not None]
         self._wait(min(unread, default=now_ns), is_late=any(times.is_late for times in tries))
         late_ns = now_ns - self._waterfall.cursor_ns
-        self._waterfall.lap(self._named(Segment.EVENT_LOOP) if unread else Segment.EVENT_LOOP, now_ns)
+        self._waterfall.lap(self._named(Segment.EVENT_LOOP), now_ns)
         if late_ns > self._stall_bound_ns:
             self._times.note_stall(GatewayStallReason.EVENT_LOOP, late_ns)
 
@@ -197,11 +223,12 @@ class _Watch:
     def lap(self, segment: Segment) -> None:
         self._waterfall.lap(self._named(segment), time.monotonic_ns())
 
-    def begin(self) -> None:
+    def took(self) -> None:
+        self.lap(Segment.DETOKENIZE)
         self._has_begun = True
 
     def wrote(self) -> None:
-        written_ns = self._waterfall.lap(self._named(Segment.WRITE_BLOCKED), time.monotonic_ns())
+        written_ns = self._waterfall.lap(Segment.WRITE_BLOCKED, time.monotonic_ns())
         if written_ns > self._stall_bound_ns:
             self._times.note_stall(GatewayStallReason.SLOW_READER, written_ns)
         self._has_written = self._has_written or self._has_begun
@@ -213,7 +240,7 @@ class _Watch:
             self._waterfall.lap(Segment.STALLS if is_late else Segment.DECODE, until_ns)
 
     def _named(self, segment: Segment) -> Segment:
-        """Return the segment, or the one of the first token's way while that is not written."""
+        """Return the segment, or that of the first token's way until its bytes were written."""
         return segment if self._has_written else Segment.FIRST_TOKEN
 
 

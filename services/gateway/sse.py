@@ -36,6 +36,11 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
+def payloads_of(events: bytes) -> list[bytes]:
+    """Return what ``event`` was given for each of these events."""
+    return [line.removeprefix(b"data: ") for line in events.split(b"\n\n")[:-1]]
+
+
 def error_event(error: OctavoError) -> bytes:
     """Return the event that ends a stream that went wrong."""
     return event(error_body(known_error(error)))
