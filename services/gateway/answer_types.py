@@ -17,6 +17,12 @@ class PromptTokensDetails(Struct, forbid_unknown_fields=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct, forbid_unknown_fields=True):
+    """What the answer's tokens were for."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct, forbid_unknown_fields=True):
     """OpenAI's counts."""
 
@@ -25,6 +31,8 @@ class Usage(Struct, forbid_unknown_fields=True):
     total_tokens: int
     # Left out when the engine could not tell it any more.
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    # Of a model that reasons.
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class Timings(Struct, forbid_unknown_fields=True):
@@ -96,6 +104,7 @@ class AnswerMessage(Struct, forbid_unknown_fields=True):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 
 
@@ -144,6 +153,7 @@ class MessageDelta(Struct, forbid_unknown_fields=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

@@ -39,7 +39,7 @@ from services.gateway.identity import Authenticator
 from services.gateway.latency_receipt import Segment
 from services.gateway.model_access import names_for
 from services.gateway.models import Models
-from services.gateway.openapi import openapi_json
+from services.gateway.openapi import ApiDescription
 from services.gateway.request_times import RequestTimes
 from services.gateway.tokenization import Tokenization
 
@@ -113,6 +113,7 @@ class _Routes:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._description = ApiDescription(parts.models.facts)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._complete(request, CHAT)
@@ -148,8 +149,8 @@ class _Routes:
         return _json(self._parts.models.named(request.match_info["model_id"], request[_CALLER].tenant))
 
     async def openapi(self, request: web.Request) -> web.Response:
-        model = self._parts.models.facts
-        body = openapi_json(names_for(request[_CALLER].tenant, model), model.vocab_size)
+        names = names_for(request[_CALLER].tenant, self._parts.models.facts)
+        body = self._description.as_json(names)
         return web.Response(body=body, content_type="application/json")
 
     async def livez(self, request: web.Request) -> web.Response:

@@ -108,6 +108,13 @@ CONTINUE_FINAL_MESSAGE: Final = BooleanField(
 PARALLEL_TOOL_CALLS: Final = BooleanField(
     "parallel_tool_calls", True, "Whether an answer may call more than one tool."
 )
+INCLUDE_REASONING: Final = BooleanField("include_reasoning", True, "Show the reasoning beside the answer.")
+THINKING_TOKEN_BUDGET: Final = IntegerField(
+    "thinking_token_budget",
+    1,
+    MAX_TOKENS_BOUND,
+    "Longest reasoning, in tokens; null where the model cannot be held to it.",
+)
 RETURN_TOKEN_STRINGS: Final = BooleanField(
     "return_token_strs", False, "Show the names of the tokens in the vocabulary."
 )

@@ -8,8 +8,10 @@ here against the parsers. It must not know operations or answers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
+from libs.errors import UnsupportedField
 from libs.grammar.grammar import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_LITERAL_CHARACTERS,
@@ -20,6 +22,7 @@ from services.gateway.generation_fields import (
     ADD_SPECIAL_TOKENS,
     CONTINUE_FINAL_MESSAGE,
     CONTINUOUS_USAGE,
+    INCLUDE_REASONING,
     INCLUDE_USAGE,
     LOGPROBS,
     MAX_COMPLETION_TOKENS,
@@ -30,6 +33,7 @@ from services.gateway.generation_fields import (
     SHARED_FIELDS,
     TEXT_LOGPROBS,
     TEXT_MAX_TOKENS,
+    THINKING_TOKEN_BUDGET,
     TOP_LOGPROBS,
 )
 from services.gateway.generation_options import (
@@ -55,35 +59,44 @@ from services.gateway.openai_fields import (
     NEUTRAL_VALUES,
     NeutralField,
 )
-from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES
+from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES, ModelFacts
 from services.gateway.openai_text_schema import MAX_PROMPTS
+from services.gateway.reasoning_fields import (
+    EFFORTS,
+    MAX_TEMPLATE_VALUE_CHARACTERS,
+    MAX_TEMPLATE_VARIABLES,
+    effort_variables,
+)
 from services.gateway.request_fields import JsonSchema, RequestField
-from services.gateway.tools import MAX_DESCRIPTION_CHARACTERS, MAX_TOOLS
+from services.gateway.tools import MAX_DESCRIPTION_CHARACTERS, MAX_TOOLS, NAME_PATTERN
 
-_NAME_PATTERN: Final = "^[a-zA-Z0-9_-]{1,64}$"
 _NULL: Final[JsonSchema] = {"type": "null"}
 _STRING: Final[JsonSchema] = {"type": "string"}
 _FLAG: Final[JsonSchema] = {"type": ["boolean", "null"], "default": None}
 _TOKEN_NOTE: Final = "Token ids of the model's vocabulary."
 
 
-def chat_body(names: Sequence[str], vocab_size: int) -> JsonSchema:
+def chat_body(names: Sequence[str], model: ModelFacts) -> JsonSchema:
     """Return the schema of what ``/v1/chat/completions`` takes."""
-    fields = (*SHARED_FIELDS, LOGPROBS, TOP_LOGPROBS, MAX_TOKENS, MAX_COMPLETION_TOKENS)
+    fields = (*SHARED_FIELDS, LOGPROBS, TOP_LOGPROBS, MAX_TOKENS, MAX_COMPLETION_TOKENS, INCLUDE_REASONING)
+    choices = ("NamedToolChoice", "AllowedToolsChoice")
     properties = (
-        _generation_properties(names, vocab_size)
-        | _described(fields)
-        | _conversation()
+        _generation_properties(names, model.vocab_size)
+        | _described((*fields, PARALLEL_TOOL_CALLS))
+        | _conversation(model)
         | {
-            "tools": _nullable(
-                {"type": "array", "maxItems": MAX_TOOLS, "items": _reference("Tool")},
-                "Functions that the model may call; each has a name of its own.",
-            ),
             "tool_choice": {
-                "anyOf": [{"enum": ["none", "auto", "required", None]}, _reference("NamedToolChoice")],
+                "anyOf": [{"enum": ["none", "auto", "required", None]}, *map(_reference, choices)],
                 "description": "Whether the model may, must or must not call a tool. Without it auto with tools.",
             },
-            "parallel_tool_calls": PARALLEL_TOOL_CALLS.schema(),
+            "reasoning_effort": {
+                "enum": [None, *_efforts(model)],
+                "default": None,
+                "description": "How long the model thinks, as far as this model can be told.",
+            },
+            "thinking_token_budget": THINKING_TOKEN_BUDGET.schema()
+            if model.format.can_limit_reasoning
+            else _NULL | {"default": None, "description": THINKING_TOKEN_BUDGET.description},
         }
     )
     return _body(properties, ("model", "messages"))
@@ -98,13 +111,13 @@ def text_body(names: Sequence[str], vocab_size: int) -> JsonSchema:
     return _body(properties, ("model", "prompt"))
 
 
-def tokenize_body(names: Sequence[str]) -> JsonSchema:
+def tokenize_body(names: Sequence[str], model: ModelFacts) -> JsonSchema:
     """Return the schema of what ``/tokenize`` takes: a text, or a conversation."""
-    model = {"model": _nullable(model_name(names), "A name of the served model.")}
+    name = {"model": _nullable(model_name(names), "A name of the served model.")}
     prompt = _STRING | {"description": "A text whose control tokens are tokens."}
     text_fields = (ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRINGS)
-    text = _closed(model | _described(text_fields) | {"prompt": prompt}, ("prompt",))
-    conversation = _closed(model | _described((RETURN_TOKEN_STRINGS,)) | _conversation(), ("messages",))
+    text = _closed(name | _described(text_fields) | {"prompt": prompt}, ("prompt",))
+    conversation = _closed(name | _described((RETURN_TOKEN_STRINGS,)) | _conversation(model), ("messages",))
     return {"anyOf": [_with_neutral(text, NEUTRAL_VALUES), _with_neutral(conversation, NEUTRAL_VALUES)]}
 
 
@@ -141,6 +154,20 @@ def body_parts() -> dict[str, JsonSchema]:
             ("type", "function"),
         )
         | {"description": "The function that must be called; one of tools."},
+        "AllowedToolsChoice": _closed(
+            {
+                "type": {"const": "allowed_tools"},
+                "allowed_tools": _closed(
+                    {
+                        "mode": {"enum": ["auto", "required"]},
+                        "tools": {"type": "array", "minItems": 1, "items": _reference("NamedToolChoice")},
+                    },
+                    ("mode", "tools"),
+                ),
+            },
+            ("type", "allowed_tools"),
+        )
+        | {"description": "The functions that may be called; some of tools."},
         "StreamOptions": _with_neutral(
             _closed(_described((INCLUDE_USAGE, CONTINUOUS_USAGE)), ()), NEUTRAL_STREAM_OPTIONS
         ),
@@ -204,8 +231,17 @@ def _generation_properties(names: Sequence[str], vocab_size: int) -> dict[str, J
     }
 
 
-def _conversation() -> dict[str, JsonSchema]:
+def _conversation(model: ModelFacts) -> dict[str, JsonSchema]:
     return {
+        "tools": _nullable(
+            {"type": "array", "maxItems": MAX_TOOLS, "items": _reference("Tool")},
+            "Functions that the model may call; each has a name of its own.",
+        ),
+        "chat_template_kwargs": _nullable(
+            _closed({name: _template_value() for name in sorted(model.format.variables)}, ())
+            | {"maxProperties": MAX_TEMPLATE_VARIABLES},
+            "What the model's template reads beside the conversation.",
+        ),
         "messages": {
             "type": "array",
             "minItems": 1,
@@ -219,6 +255,23 @@ def _conversation() -> dict[str, JsonSchema]:
         },
         "continue_final_message": CONTINUE_FINAL_MESSAGE.schema(),
     }
+
+
+def _template_value() -> JsonSchema:
+    return {
+        "anyOf": [{"type": ["boolean", "number", "null"]}, _text(0, MAX_TEMPLATE_VALUE_CHARACTERS)],
+        "description": "A variable of the model's template.",
+    }
+
+
+def _efforts(model: ModelFacts) -> list[str]:
+    """Return the efforts that can be set for the model."""
+    found = []
+    for effort in EFFORTS:
+        with suppress(UnsupportedField):
+            effort_variables(effort, model.format, "reasoning_effort")
+            found.append(effort)
+    return found
 
 
 def _plain_prompt(vocab_size: int) -> JsonSchema:
@@ -265,7 +318,12 @@ def _assistant_message() -> JsonSchema:
     calls = {"type": "array", "maxItems": MAX_TOOLS, "items": _reference("ToolCall")}
     message = _message(
         ("assistant",),
-        {"content": _nullable(_content(), "What it said."), "tool_calls": _nullable(calls, "What it called.")},
+        {
+            "content": _nullable(_content(), "What it said."),
+            "tool_calls": _nullable(calls, "What it called."),
+            "reasoning_content": _nullable(_STRING, "What it thought."),
+            "reasoning": _nullable(_STRING, "The same, as newer versions of vLLM name it."),
+        },
         required=(),
     )
     # A message that calls tools need not say anything.
@@ -311,7 +369,7 @@ def _tool() -> JsonSchema:
 def _response_format() -> JsonSchema:
     named = _closed(
         {
-            "name": {"type": "string", "pattern": _NAME_PATTERN},
+            "name": {"type": "string", "pattern": NAME_PATTERN},
             "description": _nullable(_STRING, "What it is for."),
             "schema": {"type": "object", "description": "A JSON schema that can be enforced."},
             "strict": _FLAG | {"description": "The answer is always valid for the schema."},
@@ -352,7 +410,7 @@ def _form(name: str) -> JsonSchema:
 
 
 def _function_name() -> JsonSchema:
-    return {"type": "string", "pattern": _NAME_PATTERN}
+    return {"type": "string", "pattern": NAME_PATTERN}
 
 
 def _token_id(vocab_size: int) -> JsonSchema:

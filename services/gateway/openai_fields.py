@@ -65,6 +65,10 @@ CHAT_FIELDS: Final = _SHARED_FIELDS | {
     "tools",
     "tool_choice",
     "parallel_tool_calls",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "include_reasoning",
+    "thinking_token_budget",
 }
 
 
@@ -195,7 +199,7 @@ NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, NeutralField]] = {
 }
 # What messages of some roles have beside what all have.
 MESSAGE_FIELDS: Final[Mapping[str, frozenset[str]]] = {
-    "assistant": frozenset({"role", "content", "tool_calls"}),
+    "assistant": frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning"}),
     "tool": frozenset({"role", "content", "tool_call_id"}),
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +24,7 @@ from services.gateway.openai_bodies import (
     text_body,
     tokenize_body,
 )
+from services.gateway.openai_schema import ModelFacts
 from services.gateway.request_fields import JsonSchema
 from services.gateway.typed_bodies import typed_body_schemas
 
@@ -109,13 +109,23 @@ _OPERATIONS: Final = (
 )
 
 
-@lru_cache(maxsize=_MAX_DOCUMENTS)
-def openapi_json(names: tuple[str, ...], vocab_size: int) -> bytes:
-    """Return the document as JSON; it takes some milliseconds to make, so it is kept."""
-    return orjson.dumps(openapi_document(names, vocab_size))
+class ApiDescription:
+    """The document as JSON; it takes some milliseconds to make, so it is kept for each list of names."""
+
+    def __init__(self, model: ModelFacts) -> None:
+        self._model = model
+        self._documents: dict[tuple[str, ...], bytes] = {}
+
+    def as_json(self, names: tuple[str, ...]) -> bytes:
+        """Return the document for who may use the model by these names."""
+        if names not in self._documents:
+            while len(self._documents) >= _MAX_DOCUMENTS:
+                self._documents.pop(next(iter(self._documents)))
+            self._documents[names] = orjson.dumps(openapi_document(names, self._model))
+        return self._documents[names]
 
 
-def openapi_document(names: Sequence[str], vocab_size: int) -> dict[str, Any]:
+def openapi_document(names: Sequence[str], model: ModelFacts) -> dict[str, Any]:
     """Return the document for who may use the model by these names."""
     paths: dict[str, dict[str, Any]] = {}
     for operation in _OPERATIONS:
@@ -125,7 +135,7 @@ def openapi_document(names: Sequence[str], vocab_size: int) -> dict[str, Any]:
         "info": {"title": "Octavo", "version": "1"},
         "paths": paths,
         "components": {
-            "schemas": _schemas(names, vocab_size),
+            "schemas": _schemas(names, model),
             "headers": _HEADERS,
             "responses": _failures("OpenAIError") | _failures("AnthropicError"),
             "securitySchemes": {
@@ -211,14 +221,14 @@ def _headers(*more: str) -> dict[str, Any]:
     }
 
 
-def _schemas(names: Sequence[str], vocab_size: int) -> dict[str, Any]:
+def _schemas(names: Sequence[str], model: ModelFacts) -> dict[str, Any]:
     bodies = typed_body_schemas(model_name(names), _REFERENCES)
     _, answers = msgspec.json.schema_components(ANSWER_TYPES, ref_template=_REFERENCES)
     own = body_parts() | {
-        "ChatCompletionBody": chat_body(names, vocab_size),
-        "TextCompletionBody": text_body(names, vocab_size),
-        "TokenizeBody": tokenize_body(names),
-        "DetokenizeBody": detokenize_body(names, vocab_size),
+        "ChatCompletionBody": chat_body(names, model),
+        "TextCompletionBody": text_body(names, model.vocab_size),
+        "TokenizeBody": tokenize_body(names, model),
+        "DetokenizeBody": detokenize_body(names, model.vocab_size),
         "OpenAIError": _openai_error(),
         "AnthropicError": _anthropic_error(),
     }

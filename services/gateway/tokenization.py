@@ -6,6 +6,7 @@ Owns their fields and answers. Prompts become tokens here exactly as they do for
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,10 +23,19 @@ from services.gateway.openai_schema import ModelFacts, check_model_name, read_ch
 from services.gateway.openai_values import are_token_ids
 from services.gateway.prompts import Prompt, TextPrompt
 from services.gateway.text_preparation import TextPreparation
+from services.gateway.tools import read_tools
 
 TOKENIZE_TEXT_FIELDS: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
 TOKENIZE_CHAT_FIELDS: Final = frozenset(
-    {"model", "messages", "add_generation_prompt", "continue_final_message", "return_token_strs"}
+    {
+        "model",
+        "messages",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "tools",
+        "return_token_strs",
+    }
 )
 DETOKENIZE_FIELDS: Final = frozenset({"model", "tokens"})
 # Of one token, in mean; only decides which threads do the work.
@@ -102,7 +112,7 @@ class Tokenization:
 def parse_tokenization(body: Mapping[str, Any], model: ModelFacts) -> TokenizationRequest:
     """Check every field and return the request; raises InvalidRequest, which names the field, or ModelNotFound."""
     _optional_model(body, model)
-    return TokenizationRequest(_read_prompt(body), RETURN_TOKEN_STRINGS.read(body))
+    return TokenizationRequest(_read_prompt(body, model), RETURN_TOKEN_STRINGS.read(body))
 
 
 def parse_detokenization(body: Mapping[str, Any], model: ModelFacts) -> list[int]:
@@ -126,10 +136,13 @@ def _optional_model(body: Mapping[str, Any], model: ModelFacts) -> str | None:
     return name
 
 
-def _read_prompt(body: Mapping[str, Any]) -> Prompt:
+def _read_prompt(body: Mapping[str, Any], model: ModelFacts) -> Prompt:
     if "messages" in body:
         check_fields(body, TOKENIZE_CHAT_FIELDS)
-        return read_chat_prompt(body)
+        prompt = read_chat_prompt(body, model)
+        return dataclasses.replace(
+            prompt, tools=tuple(tool.as_value() for tool in read_tools(body.get("tools"), "tools"))
+        )
     check_fields(body, TOKENIZE_TEXT_FIELDS)
     text = body.get("prompt")
     if not isinstance(text, str):
