@@ -13,6 +13,7 @@ from services.engine.core.logprobs import HandleLogprobs, SlotLogprobs, SlotProm
 from services.engine.core.request import SequenceEnd, TokenIds
 from services.engine.core.sequence_table import Slots
 from services.engine.core.step_cost import StepWork
+from services.engine.core.timings import FirstToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,11 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
         return self.work.num_tokens
+
+    @property
+    def num_known_tokens(self) -> npt.NDArray[np.int64]:
+        """Tokens that each sequence computes without its drafts."""
+        return self.num_scheduled_tokens - (self.drafts.num_tokens if self.drafts is not None else 0)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -145,3 +151,5 @@ class StepEvents:
     ends: tuple[SequenceEnd, ...]
     output_logprobs: HandleLogprobs | None = None
     prompt_logprobs: HandleLogprobs | None = None
+    # Of the sequences that asked for timings and got their first token.
+    first_tokens: tuple[FirstToken, ...] = ()
