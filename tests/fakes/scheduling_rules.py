@@ -16,8 +16,8 @@
    computed the prompt shares all of its blocks but the last, which is copied.
 7. *Drafts come last*: with speculation, and while few run, a sequence with one token to compute whose tokens are
    all known computes drafts behind it, as far as budget and blocks reach that all others have left, short of its
-   last token and of any end token. Until their answer has come it computes nothing. After drafts that fail, or when
-   it gets none, it computes 1, 2, 4 … tokens without; otherwise it waits for the value of each token.
+   last token and of any end token. After drafts that come to nothing it computes 1, 2, 4 … tokens without. While
+   a step with drafts is in flight, or one behind which somebody could draft, no other is sent.
 """
 
 from __future__ import annotations
@@ -305,6 +305,7 @@ class Referee:
         self,
         output: SchedulerOutput | None,
         *,
+        is_in_flight: bool,
         running: Sequence[Running],
         waiting: Mapping[int, Known],
         cached_before: Cached,
@@ -318,6 +319,10 @@ class Referee:
             {row.handle: row for row in running},
             Counter(block for row in running for block in row.block_ids),
         )
+        if is_in_flight and self._must_wait(step, running):
+            assert output is None, "a step was sent though one with drafts, or before some, is in flight"
+            assert cached_after == cached_before
+            return Facts((), (), ())
         was_empty = not running
         self._plan_running(step, has_line=any(handle not in self.asleep for handle in waiting))
         for handle in step.preempted:
@@ -349,8 +354,7 @@ class Referee:
         """Apply rules 1 to 3."""
         while True:
             rows = sorted(step.rows.values(), key=lambda row: row.order)
-            decodes = [row for row in rows if row.num_pending == 1 and not self._waits(step, row)]
-            decodes = decodes[: step.budget.num_left]
+            decodes = [row for row in rows if row.num_pending == 1][: step.budget.num_left]
             lacking = [step.lacks(row, row.num_computed_tokens + 1) for row in decodes]
             if sum(lacking) <= step.num_available:
                 break
@@ -395,10 +399,14 @@ class Referee:
             step.hold(blocks, is_new=True)
             step.rows[handle].block_ids = step.rows[handle].block_ids + blocks
 
-    def _waits(self, step: _Step, row: Running) -> bool:
-        if row.has_unanswered_drafts:
+    def _must_wait(self, step: _Step, running: Sequence[Running]) -> bool:
+        if any(row.has_unanswered_drafts for row in running):
             return True
-        return not step.is_crowded and not self._pause_left(row.handle) and row.num_unconfirmed > 0
+        return not step.is_crowded and any(self._could_draft(row) for row in running)
+
+    def _could_draft(self, row: Running) -> bool:
+        """Say whether drafts are likely behind the token that is being sampled."""
+        return self._pause_left(row.handle) == 0 and row.num_unconfirmed > 0 and bool(self._guess(row))
 
     def _check_drafts(self, output: SchedulerOutput | None, step: _Step) -> None:
         """Apply rule 7."""
@@ -410,8 +418,9 @@ class Referee:
             if left:
                 self._pauses[handle] = (pause, left - 1)
             elif not step.is_crowded and not row.num_unconfirmed:
-                drafts = self._drafts_for(step, row)
-                if not drafts:
+                guess = self._guess(row)
+                drafts = self._granted(step, row, guess)
+                if guess and not drafts:
                     self._pause(handle)
             assert given.pop(handle, []) == drafts, f"drafts of handle {handle}"
             missing = step.lacks(row, row.num_computed_tokens + 1 + len(drafts))
@@ -423,15 +432,18 @@ class Referee:
                 step.plan_drafts(row, len(drafts), missing)
         assert not given, f"handles {sorted(given)} do not compute one token, but have drafts"
 
-    def _drafts_for(self, step: _Step, row: Running) -> list[int]:
+    def _guess(self, row: Running) -> list[int]:
         speculation = self.config.speculation
         assert speculation is not None
         num_wanted = min(speculation.num_draft_tokens, row.max_num_tokens - row.num_tokens - 1)
         drafts = read_on(row.known_token_ids, speculation, num_wanted)
         num_usable = next((i for i, token_id in enumerate(drafts) if token_id in row.end_token_ids), len(drafts))
+        return drafts[:num_usable]
+
+    def _granted(self, step: _Step, row: Running, drafts: list[int]) -> list[int]:
         num_computed = row.num_computed_tokens + 1
         room = (len(row.block_ids) + step.num_available) * self.config.block_size - num_computed
-        return drafts[: step.budget.take_drafts(min(num_usable, room), num_computed)]
+        return drafts[: step.budget.take_drafts(min(len(drafts), room), num_computed)]
 
     def _pause(self, handle: int) -> None:
         pause, _ = self._pauses.get(handle, (0, 0))

@@ -182,6 +182,7 @@ class WatchedScheduler:
         output = self.scheduler.schedule(self.now)
         facts = self.referee.check_step(
             output,
+            is_in_flight=bool(self._flights),
             running=running,
             waiting=waiting,
             cached_before=cached_before,

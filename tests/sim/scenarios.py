@@ -539,7 +539,7 @@ def decodes_fill_the_budget() -> Stage:
 
 
 def drafts() -> Stage:
-    """a says what its prompt says: four drafts a step are right, until the quotation ends; b overlaps meanwhile."""
+    """a says what its prompt says: four drafts a step are right until it ends; one step is in flight meanwhile."""
     stage = _stage(drafts, max_steps_in_flight=2, speculation=SpeculationConfig())
     stage.add("a", "x6 o12 x8", out=20)
     stage.add("b", "y20", out=8)
@@ -548,7 +548,7 @@ def drafts() -> Stage:
 
 
 def drafts_give_way() -> Stage:
-    """The prompt of b leaves a no budget for drafts at first; near its end a drafts only what may still come."""
+    """The prompt of b leaves a no budget for drafts: a goes on without for a token, then drafts in what is left."""
     stage = _stage(drafts_give_way, num_blocks=5, max_num_batched_tokens=24, speculation=SpeculationConfig())
     stage.add("a", "o14", out=10)
     stage.step(2)

@@ -32,7 +32,9 @@ class DraftProposer:
         """
         known = token_ids[-MAX_LOOK_BACK_TOKENS:]
         begin = self._find_follower(known) if num_drafts > 0 else None
-        return np.resize(known[begin:], num_drafts) if begin is not None else known[:0]
+        if begin is None:
+            return known[:0]
+        return known[begin + np.arange(num_drafts) % (len(known) - begin)]
 
     def _find_follower(self, known: TokenIds) -> int | None:
         """Return the position after the best match; the last token itself is not a match."""

@@ -27,10 +27,9 @@ MAX_PAUSE_TOKENS = 8
 class Drafting:
     """Adds drafts to steps, by slot of the sequence table.
 
-    A sequence that is going to draft waits for the values of all its tokens, and one that has drafted for what
-    became of them: it has one step in flight at most. To lose that time only where it pays, one that finds nothing
-    to propose or no budget for it, or has nothing accepted, goes on without drafts for some tokens, twice as many
-    each time.
+    To draft, the values of all tokens of a sequence must be known. So while somebody has drafted or could, one step
+    is in flight instead of two, for all sequences alike: those that do not draft would otherwise fill every second
+    step alone. A sequence whose drafts come to nothing goes on without for some tokens, twice as many each time.
     """
 
     def __init__(
@@ -56,13 +55,17 @@ class Drafting:
         self._is_unanswered[slot] = False
         self._pauses[slot] = self._pauses_left[slot] = 0
 
-    def waits(self, slots: Slots) -> Flags:
-        """Mark the sequences that compute nothing until an answer comes."""
-        waits: Flags = self._is_unanswered[slots]
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the next step must wait for the one in flight: somebody has drafted, or could draft next."""
+        slots = self._table.active_slots
+        if self._is_unanswered[slots].any():
+            return True
         if self._is_crowded:
-            return waits
-        waits |= (self._pauses_left[slots] == 0) & (self._table.num_unconfirmed_tokens[slots] > 0)
-        return waits
+            return False
+        could_draft = (self._pauses_left[slots] == 0) & (self._table.num_unconfirmed_tokens[slots] > 0)
+        # What follows the tokens known so far begins with a guess at the one that is being sampled.
+        return any(len(self._propose(slot)) > 0 for slot in slots[could_draft].tolist())
 
     def add_drafts(self, plan: StepPlan, decodes: Slots) -> None:
         """Let sequences that compute one token compute drafts as well, as far as budget and blocks are left."""
@@ -81,7 +84,8 @@ class Drafting:
             if num_granted:
                 self._is_unanswered[slot] = True
                 self._add(plan, slot, drafts[:num_granted], num_computed + num_granted)
-            else:
+            elif len(drafts):
+                # To wait for answers again would gain nothing while others use up the step.
                 self._pause(slot)
 
     def take_answer(self, output: SchedulerOutput, is_answered: Flags, num_tokens: Counts) -> None:

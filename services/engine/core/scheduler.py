@@ -289,11 +289,13 @@ class Scheduler:
     # ---- a step ----
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step, or return None when nothing can be computed.
+        """Decide the next step, or return None when nothing can be computed before an answer or a request comes.
 
         The caller asks only while ``can_schedule``.
         """
         assert self.can_schedule, f"{len(self._in_flight)} steps are in flight already"
+        if self._drafting is not None and self._in_flight and self._drafting.awaits_answer:
+            return None
         plan = StepPlan(
             TokenBudget(
                 self.config.max_num_batched_tokens,
@@ -391,8 +393,6 @@ class Scheduler:
         """Return the rows with one token to compute, and those with more."""
         slots = self._table.active_slots
         pending = self._pending_tokens(slots)
-        if self._drafting is not None:
-            pending[self._drafting.waits(slots)] = 0
         if pending.all() and pending.sum() == len(slots):
             return slots, slots[:0]
         return slots[pending == 1], slots[pending > 1]
