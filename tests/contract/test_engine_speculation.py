@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(rounded_llama(), tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=["model", "stub"])
+@pytest.fixture(params=[pytest.param("model", marks=needs_kernels), "stub"])
 def runner(request: pytest.FixtureRequest, folder: Path) -> ModelRunner:
     if request.param == "stub":
         # Two ids, so that what follows is guessed right about every second time.
@@ -124,7 +124,6 @@ def prompt_of(name: str, num_tokens: int = 40) -> list[int]:
     return (phrase * math.ceil(num_tokens / len(phrase)))[:num_tokens]
 
 
-@needs_kernels
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("max_steps_in_flight", [2, 1])
 async def test_tokens_and_logprobs_are_those_without_speculation(
@@ -149,7 +148,6 @@ async def test_tokens_and_logprobs_are_those_without_speculation(
     assert num_accepted > 20
 
 
-@needs_kernels
 async def test_choices_prompt_logprobs_and_prior_output(runner: ModelRunner) -> None:
     resumed = submit(prompt_of("short"), num_logprobs=0)
     resumed.choices[0].output_token_ids.extend(PHRASES["short"] * 4)
@@ -162,7 +160,6 @@ async def test_choices_prompt_logprobs_and_prior_output(runner: ModelRunner) -> 
     assert await num_accepted_where_equal(runner, requests, min_ngram_tokens=1, max_num_batched_tokens=24) > 0
 
 
-@needs_kernels
 async def test_preempted_sequences_that_draft_go_on_as_if_nothing_had_happened(runner: ModelRunner) -> None:
     requests = {f"r{index}": submit(prompt_of("short", 30 + 7 * index), 40, num_logprobs=1) for index in range(6)}
 
@@ -180,7 +177,6 @@ async def test_preempted_sequences_that_draft_go_on_as_if_nothing_had_happened(r
     assert num_accepted > 0
 
 
-@needs_kernels
 async def test_limits_and_stop_ids_inside_drafts(runner: ModelRunner) -> None:
     plain = (await outcome_of(runner, {"a": submit(prompt_of("short"), 40)})).tokens["a"][0]
     requests = {
@@ -191,7 +187,6 @@ async def test_limits_and_stop_ids_inside_drafts(runner: ModelRunner) -> None:
     await num_accepted_where_equal(runner, requests, num_draft_tokens=4, min_ngram_tokens=1)
 
 
-@needs_kernels
 @pytest.mark.parametrize("num_left", [1, 2, 3, 4])
 async def test_no_position_lies_behind_the_longest_sequence(runner: ModelRunner, num_left: int) -> None:
     requests = {"a": submit(prompt_of("short", 128 - num_left), num_left)}
