@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 SOURCES := Makefile pyproject.toml $(filter-out requirements/clients.txt,$(wildcard requirements/*.txt))
 STAMP := $(VENV)/installed-$(shell cat $(SOURCES) | sha256sum | cut -c1-16)
 
-.PHONY: install install-clients up test test-slow check proto bench bench-scheduler bench-policies bench-batching bench-worker \
-	bench-sampler bench-serve bench-ttft bench-gateway
+.PHONY: install install-clients up test test-slow check proto bench bench-scheduler bench-policies bench-batching \
+	bench-worker bench-sampler bench-serve bench-ttft bench-gateway bench-speculation
 
 # The kernels are compiled again when their sources change; without a compiler this says so and workers use torch.
 install: $(STAMP)
@@ -86,3 +86,6 @@ bench-ttft: install
 # AGAINST is the folder of another checkout, whose gateway is measured in the same run.
 bench-gateway: install
 	@$(BIN)/python -m scripts.bench_gateway --against "$(AGAINST)" $(ARGS)
+
+bench-speculation: install
+	@$(BIN)/python -m scripts.bench_speculation $(ARGS)

@@ -231,6 +231,14 @@ class EngineMetrics:
             "octavo_engine_prompt_tokens", "Prompt tokens of requests first scheduled.", registry=registry
         )
         self.output_tokens = Counter("octavo_engine_output_tokens", "Tokens emitted.", registry=registry)
+        self.draft_tokens = Counter(
+            "octavo_engine_draft_tokens", "Drafts computed: tokens that were guessed.", registry=registry
+        )
+        self.accepted_draft_tokens = Counter(
+            "octavo_engine_accepted_draft_tokens",
+            "Drafts that were what the worker sampled in their place.",
+            registry=registry,
+        )
         self.admission_waits = Counter(
             "octavo_engine_admission_waits",
             "Steps for which the first in line had to wait, by the rule that said so.",

@@ -145,8 +145,8 @@ def _answer(grammar: Grammar | None) -> Sequence[str]:
             text = grammar.text.removeprefix(_HEADER)
             if len(_START_ANYWHERE.findall(text)) != 1 or not _START.search(text) or "%llguidance" in text:
                 raise InvalidRequest(
-                    "The model reasons before it answers, and this grammar cannot stand behind that: 'start' must "
-                    "be in it once, at the beginning of a line. Or turn the reasoning off.",
+                    "'structured_outputs.grammar' cannot stand behind the model's reasoning: 'start' must be in it "
+                    "once, at the beginning of a line. Or turn the reasoning off.",
                     param="structured_outputs.grammar",
                 )
             return [_START.sub("answer", text)]

@@ -42,10 +42,10 @@ class Forwarded(Protocol):
         ...
 
     def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Return the logits of the last rows of some of the batch's sampled sequences.
+        """Return the logits of the sampled rows of some of the batch's sampled sequences.
 
-        ``is_chosen`` ``[num_seqs]`` names them. The result is ``[num_chosen, vocab_size]`` and stays valid until
-        the next step.
+        ``is_chosen`` ``[num_seqs]`` names the sequences. The result is ``[num_rows, vocab_size]``, a row for each
+        and one more for each of its drafts, and stays valid until the next step.
         """
         ...
 
@@ -196,7 +196,7 @@ class _TorchForwarded:
         return by_sequence
 
     def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
-        return self.row_logits(self.batch.last_rows[is_chosen])
+        return self.row_logits(self.batch.sampled_rows_of(is_chosen))
 
     def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         logits: NDArray[np.float32] = self.model.logits(self.hidden[torch.from_numpy(rows)]).numpy()

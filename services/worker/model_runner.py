@@ -19,6 +19,7 @@ from libs.errors import InternalError, ModelLoadFailed
 from libs.obs import get_logger
 from libs.text import ModelText, load_model_text, resolve_model_path
 from services.worker.config import Quantization, WeightsType, WorkerConfig, parse_size
+from services.worker.draft_verifier import sample_sequences
 from services.worker.forward_pass import ForwardPass, load_forward_pass, make_row_sampler
 from services.worker.grammar_matcher import GrammarMatchers
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
@@ -30,7 +31,6 @@ from services.worker.kv_cache import (
     measure_memory,
     plan_kv_cache,
 )
-from services.worker.logits_processors import TokenHistory
 from services.worker.prompt_logprobs import MAX_ROWS_AT_A_TIME, PromptScorer
 from services.worker.resident_memory import MemoryStatement, give_back_freed_memory, measure_memory_in_use
 from services.worker.row_sampler import RowStatus
@@ -283,34 +283,31 @@ class _Loaded:
         self.prompt_scorer.add(sequence.slot, sequence.sampling_params)
 
     def compute(self, batch: FlatBatch) -> SampledTokens:
-        """Run the forward pass and choose a token for each sequence whose last known token was computed."""
+        """Run the forward pass and choose tokens for each sequence whose last known token was computed."""
         forwarded = self.model.run(batch)
         prompts = self.prompt_scorer.measure(forwarded, batch, self.batch)
         is_finite = forwarded.is_finite & prompts.is_measured
         failed = [] if is_finite.all() else self._fail_sequences(batch, ~is_finite)
         is_sampled = batch.is_sampled & is_finite
         slots = batch.slots[is_sampled]
-        token_ids, logprobs = np.empty(0, dtype=np.int64), OutputLogprobs.none()
+        num_tokens = token_ids = np.empty(0, dtype=np.int64)
+        logprobs = OutputLogprobs.none()
         if len(slots):
-            logits = forwarded.logits(is_sampled)
-            rows = self.sampler.sample(logits, slots, self.batch.num_output_tokens(slots), self._histories(slots))
+            sampled = sample_sequences(
+                self.sampler, self.batch, forwarded.logits(is_sampled), slots, batch.num_drafts[is_sampled]
+            )
+            has_tokens = sampled.num_tokens > 0
             failed += [
                 self._fail_row(slot, status)
                 for slot, status in zip(
-                    slots[~rows.is_sampled].tolist(), rows.statuses[~rows.is_sampled].tolist(), strict=True
+                    slots[~has_tokens].tolist(), sampled.statuses[~has_tokens].tolist(), strict=True
                 )
             ]
-            slots, token_ids = slots[rows.is_sampled], rows.token_ids[rows.is_sampled]
-            logprobs = OutputLogprobs(slots[self.sampler.wants_logprobs(slots)], rows.logprobs)
-        self.batch.commit(batch, slots, token_ids)
-        return SampledTokens(slots, token_ids, tuple(failed), logprobs, prompts.logprobs)
-
-    def _histories(self, slots: NDArray[np.int64]) -> dict[int, TokenHistory]:
-        return {
-            row: TokenHistory(self.batch.token_ids_of(slot), self.batch.num_prompt_tokens(slot))
-            for row, slot in enumerate(slots.tolist())
-            if self.sampler.needs_history(slot)
-        }
+            slots, num_tokens, token_ids = slots[has_tokens], sampled.num_tokens[has_tokens], sampled.token_ids
+            slot_of_token = np.repeat(slots, num_tokens)
+            logprobs = OutputLogprobs(slot_of_token[self.sampler.wants_logprobs(slot_of_token)], sampled.logprobs)
+        self.batch.commit(batch, slots, num_tokens, token_ids)
+        return SampledTokens(slots, num_tokens, token_ids, tuple(failed), logprobs, prompts.logprobs)
 
     def _fail_row(self, slot: int, status: RowStatus) -> FailedSequence:
         if status == RowStatus.NO_TOKEN_LEFT:

@@ -130,6 +130,8 @@ class StepInput:
     new_block_ids: IntArray  # [sum of num_new_blocks]
     copy_source_block_ids: IntArray  # [num_copies] copied before anything is computed
     copy_target_block_ids: IntArray  # [num_copies]
+    num_draft_tokens: IntArray  # [num_seqs]: how many of the scheduled tokens are drafts, the last ones
+    draft_token_ids: IntArray  # [sum of num_draft_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ class FailedSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputLogprobs:
-    """Log-probabilities of the tokens that were sampled for ``slots``, one each."""
+    """Log-probabilities of the tokens that ``slots`` got, in order; a slot comes once for each of its tokens."""
 
     slots: IntArray
     tokens: TokenLogprobs
@@ -175,9 +177,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
-    """What a forward pass led to: one token for each of ``slots``, and the sequences that failed in it."""
+    """What a forward pass led to: ``slots[i]`` got ``num_tokens[i]`` of ``token_ids``; and who failed in it."""
 
     slots: IntArray
+    num_tokens: IntArray
     token_ids: IntArray
     failed_sequences: tuple[FailedSequence, ...]
     logprobs: OutputLogprobs
@@ -187,7 +190,7 @@ class SampledTokens:
     def none(cls) -> SampledTokens:
         """Return the result of computing nothing."""
         no_ids = np.empty(0, dtype=np.int64)
-        return cls(no_ids, no_ids, (), OutputLogprobs.none(), PromptLogprobs.none())
+        return cls(no_ids, no_ids, no_ids, (), OutputLogprobs.none(), PromptLogprobs.none())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,11 +219,11 @@ class StepResult:
         duration_seconds: float,
         work: StepWork | None = None,
     ) -> StepResult:
-        """Put a step's result together; a sequence gets one token at most."""
+        """Put a step's result together."""
         return cls(
             step_id=step.step_id,
             slots=sampled.slots,
-            num_tokens=np.ones(len(sampled.slots), dtype=np.int64),
+            num_tokens=sampled.num_tokens,
             token_ids=sampled.token_ids,
             failed_sequences=(*refused, *sampled.failed_sequences),
             logprobs=sampled.logprobs,

@@ -46,6 +46,7 @@ def batch_of(*sequences: tuple[int, int], is_sampled: tuple[bool, ...] | None = 
         positions=positions,
         slot_mapping=np.zeros(num_tokens, dtype=np.int64),
         is_sampled=np.ones(num_seqs, dtype=np.bool_) if is_sampled is None else np.array(is_sampled),
+        num_drafts=np.zeros(num_seqs, dtype=np.int64),
     )
 
 

@@ -117,7 +117,7 @@ class NativeForwardPass:
     def run(self, batch: FlatBatch) -> NativeForwarded:
         """Compute all tokens of the batch."""
         is_finite = np.empty(len(batch.token_ids), dtype=np.uint8)
-        sampled_rows = batch.last_rows[batch.is_sampled]
+        sampled_rows = batch.sampled_rows
         if len(self._logits) < len(sampled_rows):
             self._logits = np.empty((len(sampled_rows), self._config.vocab_size), dtype=np.float32)
         logits = self._logits[: len(sampled_rows)]
@@ -132,9 +132,7 @@ class NativeForwardPass:
             is_finite=is_finite,
         )
         by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite.view(np.bool_), batch.first_rows)
-        return NativeForwarded(
-            is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits, head=self._head
-        )
+        return NativeForwarded(is_finite=by_sequence, batch=batch, sampled_logits=logits, head=self._head)
 
     def _head(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         if len(self._row_logits) < len(rows):
@@ -149,15 +147,16 @@ class NativeForwarded:
     """What a step gave."""
 
     is_finite: NDArray[np.bool_]  # [num_seqs]
-    is_sampled: NDArray[np.bool_]  # [num_seqs]
-    sampled_logits: NDArray[np.float32]  # [number of sampled sequences, vocab_size]
+    batch: FlatBatch
+    sampled_logits: NDArray[np.float32]  # [number of sampled rows, vocab_size]
 
     head: Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
     def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Return the logits of some of the sampled sequences."""
-        chosen = is_chosen[self.is_sampled]
-        return self.sampled_logits if chosen.all() else self.sampled_logits[chosen]
+        """Return the logits of the sampled rows of some of the sampled sequences."""
+        if is_chosen[self.batch.is_sampled].all():
+            return self.sampled_logits
+        return self.sampled_logits[np.isin(self.batch.sampled_rows, self.batch.sampled_rows_of(is_chosen))]
 
     def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Compute the logits of any rows of the step, which must be the last one."""
