@@ -261,6 +261,37 @@ async def test_the_streaming_helper_puts_a_response_together(stand: Stand) -> No
     await assert_both(stand, check, (TEXT, TEXT))
 
 
+async def test_a_response_is_parsed_into_a_type(stand: Stand) -> None:
+    say(stand, PERSON_JSON)
+
+    async def check(client: Client) -> Any:
+        asked: dict[str, Any] = {"model": MODEL_NAME, "input": "Describe Ann.", "text_format": Person}
+        parsed = await settled(client.responses.parse(**asked))
+        async with entered(client.responses.stream(**asked)) as stream:
+            await items(stream)
+            streamed = await settled(stream.get_final_response())
+        return parsed.output_parsed, streamed.output_parsed
+
+    ann = Person(name="Ann", age=30)
+    await assert_both(stand, check, (ann, ann))
+
+
+async def test_a_response_calls_a_function_and_is_answered(stand: Stand) -> None:
+    say(stand, CALL, TEXT, CALL, TEXT)
+
+    async def check(client: Client) -> Any:
+        function = openai.pydantic_function_tool(Person, name="describe")["function"]
+        asked: dict[str, Any] = {"model": MODEL_NAME, "tools": [{"type": "function", **function}]}
+        first = await settled(client.responses.parse(input="Describe Ann.", **asked))
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+        turns = [{"role": "user", "content": "Describe Ann."}, *first.output, output]
+        last = await settled(client.responses.create(input=turns, **asked))
+        return call.name, json.loads(call.arguments), last.output_text
+
+    await assert_both(stand, check, ("describe", json.loads(PERSON_JSON), TEXT))
+
+
 async def test_raw_and_streaming_responses_show_headers(stand: Stand) -> None:
     async def check(client: Client) -> Any:
         raw = await settled(client.chat.completions.with_raw_response.create(model=MODEL_NAME, messages=MESSAGES))

@@ -85,7 +85,7 @@ async def node_checks() -> Path:
 
 @pytest.mark.skipif(shutil.which("node") is None or shutil.which("npm") is None, reason="needs node and npm")
 async def test_openais_client_for_node(stand: Stand) -> None:
-    say(stand, TEXT, TEXT, TEXT, CALL, CALL, TEXT, json.dumps(PERSON), *[TEXT] * 4)
+    say(stand, TEXT, TEXT, TEXT, CALL, CALL, TEXT, json.dumps(PERSON), *[TEXT] * 4, json.dumps(PERSON))
 
     found = await results_of("node", str(await node_checks()), stand.gateway.base_url, MODEL_NAME)
 
@@ -101,6 +101,7 @@ async def test_openais_client_for_node(stand: Stand) -> None:
         "streamedCompletion": TEXT,
         "response": TEXT,
         "streamedResponse": TEXT,
+        "responseJson": PERSON,
         "models": [MODEL_NAME],
         "model": MODEL_NAME,
         "refused": {"status": 404, "code": "model_not_found", "isNotFound": True},

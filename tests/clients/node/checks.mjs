@@ -54,6 +54,10 @@ found.response = response.output_text;
 const stream = client.responses.stream({ model, input: "Name three primes." });
 found.streamedResponse = (await stream.finalResponse()).output_text;
 
+const format = { type: "json_schema", name: "person", strict: true, schema: parameters };
+const responseJson = await client.responses.parse({ model, input: "Describe Ann.", text: { format } });
+found.responseJson = JSON.parse(responseJson.output_text);
+
 found.models = [];
 for await (const one of client.models.list()) found.models.push(one.id);
 found.model = (await client.models.retrieve(model)).id;
