@@ -180,8 +180,8 @@ def _usage_message(usage: Usage) -> generation_pb2.Usage:
 # ---- steps: engine and workers ----
 
 
-def load_request(config: EngineConfig, rank: int) -> worker_pb2.LoadModelRequest:
-    """Say what a rank serves."""
+def load_request(config: EngineConfig, rank: int, group_id: str) -> worker_pb2.LoadModelRequest:
+    """Say what a rank serves, and in which group."""
     return worker_pb2.LoadModelRequest(
         rank=rank,
         tensor_parallel_size=len(config.worker_addresses),
@@ -189,6 +189,7 @@ def load_request(config: EngineConfig, rank: int) -> worker_pb2.LoadModelRequest
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        group_id=group_id,
     )
 
 

@@ -7,6 +7,7 @@ expressions over the step; Python touches a sequence only when it begins.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,6 +56,15 @@ class FlatBatch:
     def last_rows(self) -> IntArray:
         """Rows of each sequence's last token."""
         return self.first_rows + self.num_queries - 1
+
+    @property
+    def digest(self) -> int:
+        """32 bits that differ between batches of other tokens, places or sampled sequences, but for rare cases."""
+        parts: tuple[NDArray[np.generic], ...] = (self.token_ids, self.slot_mapping, self.is_sampled)
+        digest = 0
+        for part in parts:
+            digest = zlib.crc32(part.tobytes(), digest)
+        return digest
 
     def rows_of(self, is_chosen: NDArray[np.bool_]) -> IntArray:
         """Return the rows of the sequences that ``is_chosen`` ``[num_seqs]`` names."""

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention.hpp"
+#include "parts.hpp"
 #include "plan.hpp"
 #include "products.hpp"
 #include "simd.hpp"
@@ -253,10 +254,11 @@ struct WriteGated {
 struct WriteColumns {
     float* rows;
     int num_columns;
+    int stride;
 
     OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
         const int first = panel * kPanelColumns, count = at_most(num_columns - first, kPanelColumns);
-        float* to = rows + (ptrdiff_t)row * num_columns + first;
+        float* to = rows + (ptrdiff_t)row * stride + first;
         if (count == kPanelColumns) {
             store(to, left);
             store(to + kLanes, right);
@@ -299,9 +301,13 @@ void run_operation(const Step& step, int index, int thread) {
     const Shape& shape = step.model->shape;
     const Workspace& work = *step.workspace;
     const int phase = 3 * index, num_tokens = step.batch->num_tokens;
-    const WriteProduced write = operation.norm_after
-                                    ? WriteProduced{nullptr, work.produced, shape.hidden_stride, operation.second_bias}
-                                    : WriteProduced{work.hidden, work.hidden, shape.hidden_stride, operation.second_bias};
+    float* produced = operation.norm_after ? work.produced : work.hidden;
+    const float* residual = operation.norm_after ? nullptr : work.hidden;
+    // What a rank produces is a part of a sum.
+    const WriteProduced write = step.collective ? WriteProduced{nullptr, step.collective->part_to_write(),
+                                                                shape.hidden_stride, operation.second_bias}
+                                                : WriteProduced{residual, produced, shape.hidden_stride,
+                                                                operation.second_bias};
     norm_rows(step, thread, operation.norm, operation.first);
     step.team->barrier();
     if (operation.kind == OperationKind::kAttention) {
@@ -325,7 +331,10 @@ void run_operation(const Step& step, int index, int thread) {
         share_quantized_rows(step, thread, operation.second, work.inner, inner_stride);
         multiply(step, phase + 2, thread, operation.second, work.inner, inner_stride, num_tokens, write);
     }
-    step.team->barrier();
+    if (step.collective)
+        add_parts(step, thread, residual, produced);
+    else
+        step.team->barrier();
     if (operation.norm_after) add_normed_rows(step, thread, operation.norm_after);
 }
 
@@ -355,17 +364,21 @@ void run_head(const Step& step, int thread) {
     step.team->barrier();
     if (step.batch->num_sampled_rows)
         multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed, shape.hidden_stride,
-                 step.batch->num_sampled_rows, WriteColumns{step.batch->logits, shape.vocab_size});
+                 step.batch->num_sampled_rows,
+                 WriteColumns{step.batch->logits + model.head_first, model.head_count, shape.vocab_size});
     end_products();
+    // All ranks write their columns into the same rows.
+    if (step.collective) meet_ranks(step, thread);
 }
 
 void run_step(const Step& step, int thread) {
     const Model& model = *step.model;
     begin_rows(step, thread);
     step.team->barrier();
-    for (int index = 0; index < model.num_operations; ++index) run_operation(step, index, thread);
+    for (int index = 0; index < model.num_operations && !is_broken(step); ++index) run_operation(step, index, thread);
     // A row to sample may have been finished by another thread than the one that norms it.
-    if (model.num_operations && model.operations[model.num_operations - 1].norm_after) step.team->barrier();
+    if (step.collective || (model.num_operations && model.operations[model.num_operations - 1].norm_after))
+        step.team->barrier();
     end_rows(step, thread);
     run_head(step, thread);
 }
@@ -373,7 +386,7 @@ void run_step(const Step& step, int thread) {
 void multiply_all_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
                        int num_columns) {
     share_quantized_rows(step, thread, weight, rows, stride);
-    multiply(step, 0, thread, weight, rows, stride, step.batch->num_tokens, WriteColumns{to, num_columns});
+    multiply(step, 0, thread, weight, rows, stride, step.batch->num_tokens, WriteColumns{to, num_columns, num_columns});
     end_products();
 }
 
