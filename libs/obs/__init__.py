@@ -1,6 +1,6 @@
-"""What operators see: structured logs and metrics.
+"""What operators see: structured logs, metrics and spans.
 
-Owns log format, metric names, units and buckets. It must not know what the numbers decide.
+Owns log format, how spans are sent, metric names, units and buckets. It must not know what the numbers decide.
 """
 
 from libs.obs.logs import configure_logging, get_logger

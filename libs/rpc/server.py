@@ -36,9 +36,14 @@ class Registration:
 class RpcServer:
     """A gRPC server with health and reflection; made by ``make_server``."""
 
-    def __init__(self, address: str, registrations: Sequence[Registration]) -> None:
+    def __init__(
+        self,
+        address: str,
+        registrations: Sequence[Registration],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self.address = address
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=list(interceptors), options=_SERVER_OPTIONS)
         self._service_names = [registration.service_name for registration in registrations]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -73,6 +78,10 @@ class RpcServer:
         await self._server.stop(grace_seconds)
 
 
-def make_server(address: str, registrations: Sequence[Registration]) -> RpcServer:
-    """Make a server for ``host:port`` (port 0 takes a free one) or ``unix:/path``."""
-    return RpcServer(address, registrations)
+def make_server(
+    address: str,
+    registrations: Sequence[Registration],
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> RpcServer:
+    """Make a server for ``host:port`` (port 0 takes a free one) or ``unix:/path``; interceptors see all calls."""
+    return RpcServer(address, registrations, interceptors)

@@ -25,8 +25,8 @@ from libs.rpc.durations import duration_from_seconds, seconds_from_duration
 ERROR_DOMAIN = "octavo"
 
 
-def status_from_error(error: OctavoError) -> status_pb2.Status:
-    """Build a Status with one ErrorInfo and, where useful, RetryInfo and BadRequest."""
+def status_from_error(error: OctavoError, *, request_id: str | None = None) -> status_pb2.Status:
+    """Build a Status with one ErrorInfo and, where useful, RetryInfo, BadRequest and RequestInfo."""
     spec = spec_of(error)
     status = status_pb2.Status(code=grpc.StatusCode[spec.grpc_code].value[0], message=error.message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=spec.reason.value, domain=ERROR_DOMAIN))
@@ -36,6 +36,8 @@ def status_from_error(error: OctavoError) -> status_pb2.Status:
     if error.param is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=error.message)
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if request_id is not None:
+        status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
     return status
 
 
@@ -81,9 +83,11 @@ def error_from_rpc(error: grpc.aio.AioRpcError, *, on_lost: type[OctavoError]) -
     return on_lost(f"The call failed with {code.name}: {detail}.")
 
 
-async def abort_with(context: grpc.aio.ServicerContext, error: OctavoError) -> NoReturn:
-    """End a servicer's call with the error's full status."""
+async def abort_with(
+    context: grpc.aio.ServicerContext, error: OctavoError, *, request_id: str | None = None
+) -> NoReturn:
+    """End a servicer's call with the error's full status; ``request_id`` tells a client which request it was."""
     # grpc.aio has no typed abort_with_status; abort with the same trailing metadata is its meaning.
-    rich = rpc_status.to_status(status_from_error(error))
+    rich = rpc_status.to_status(status_from_error(error, request_id=request_id))
     await context.abort_with_status(rich)
     raise AssertionError("abort_with_status returned")

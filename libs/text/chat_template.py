@@ -26,6 +26,10 @@ _MAX_REASON_CHARACTERS: Final = 500
 _OPEN_MESSAGE_MARK: Final = "OctavoContinuesHere"
 
 
+def _do_nothing() -> None:
+    """Stand in where nobody wants to be called."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation."""
@@ -64,8 +68,11 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        on_rendered: Callable[[], None] = _do_nothing,
     ) -> list[int]:
         """Return the conversation as token ids; the text of a control token in a message stays text.
+
+        ``on_rendered`` is called between rendering and tokenizing.
 
         With ``continue_final_message`` they end exactly with the last message's text, whatever the template would
         trim of it or put after it.
@@ -78,6 +85,7 @@ class ChatTemplate:
             rendered = self._render_open(values)
         else:
             rendered = self._render(values, add_generation_prompt=add_generation_prompt)
+        on_rendered()
         if has_risk:
             return tokenizer.encode_protected(rendered)
         return tokenizer.encode(rendered, allow_special=True)
@@ -123,6 +131,7 @@ class MissingChatTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        on_rendered: Callable[[], None] = _do_nothing,
     ) -> NoReturn:
         """Refuse."""
         raise _no_template()

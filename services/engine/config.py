@@ -63,6 +63,9 @@ class EngineConfig:
     drain_timeout_seconds: float = setting(30.0, "Time for running requests at shutdown.", unit="seconds")
     integrity_interval_steps: int = setting(1000, "Steps between two checks of the block accounts.", unit="steps")
     metrics_port: int = setting(0, "Port of /metrics; 0 serves none.", unit="port")
+    otlp_endpoint: str = setting(
+        "", "Where spans go by OTLP over gRPC, for example http://127.0.0.1:4317; none when empty.", unit="url"
+    )
     log_level: str = setting("info", "Least level of log lines.", unit="level")
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from libs.errors import (
 from libs.kv import HASH_ALGORITHM, HashContract
 from libs.obs import get_logger
 from libs.obs.metrics import EngineMetrics
+from libs.obs.tracing import NO_TRACER, Tracer
 from services.engine import wire
 from services.engine.config import EngineConfig
 from services.engine.core.request import Request, SequenceEnd
@@ -35,6 +36,7 @@ from services.engine.feed import EngineFeed, FeedEvent
 from services.engine.identity import EngineIdentity, EngineState, EngineStatus, LoadedModel
 from services.engine.outbox import Outbox
 from services.engine.registry_writer import RegistryWriter
+from services.engine.request_spans import RequestSpans
 from services.engine.speedometer import Speedometer
 from services.engine.wire import GenerateResponse
 from services.engine.worker_group import StepRunner, WorkerGroup
@@ -61,8 +63,10 @@ class EngineLoop:
         *,
         first_incarnation: int,
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._config = config
+        self._spans = RequestSpans(tracer, config.engine_id)
         self._workers = workers
         self._feed = feed
         self._registry = registry
@@ -160,8 +164,8 @@ class EngineLoop:
             self._count_ends(self._scheduler.abort_owner(owner, self._clock()))
             self._wake.set()
 
-    def submit(self, owner: int, request: Request) -> None:
-        """Take a request or refuse it; either way its owner hears of its handles."""
+    def submit(self, owner: int, request: Request, received_time: float) -> None:
+        """Take a request, received when it was, or refuse it; either way its owner hears of its handles."""
         outbox = self._outboxes[owner]
         try:
             if self._is_draining:
@@ -177,7 +181,8 @@ class EngineLoop:
             self._metrics.requests_ended.labels("refused").inc()
             outbox.put(wire.refusal_message(request.request_id, handles, error))
             return
-        outbox.put(wire.started_message(request.request_id, handles))
+        accept_seconds = None if request.stall_bound_seconds is None else self._clock() - received_time
+        outbox.put(wire.started_message(request.request_id, handles, accept_seconds=accept_seconds))
         self._wake.set()
 
     def abort(self, request_id: str, handles: tuple[int, ...]) -> None:
@@ -370,6 +375,7 @@ class EngineLoop:
         for end in ends:
             self._metrics.requests_ended.labels(end.reason.value if end.reason else "error").inc()
             self._metrics.queue_seconds.observe(end.usage.queue_seconds)
+            self._spans.note(end)
         self._ended.set()
 
     def _tell_cache_changes(self, scheduler: Scheduler) -> None:

@@ -13,6 +13,7 @@ from libs.config import load
 from libs.lifecycle import Lifecycle, run
 from libs.obs import configure_logging, get_logger
 from libs.obs.metrics import EngineMetrics, serve_metrics
+from libs.obs.tracers import open_tracer
 from libs.registry import make_redis
 from libs.rpc import make_server
 from services.engine.clients import WorkerClient
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> None:
 async def _serve(config: EngineConfig, lifecycle: Lifecycle) -> None:
     metrics = EngineMetrics(CollectorRegistry())
     redis = make_redis(config.redis_url) if config.redis_url else None
+    tracer = open_tracer(config.otlp_endpoint, tier="engine", instance_id=config.engine_id)
     registry = RegistryWriter(redis, config.engine_id, lease_seconds=config.lease_seconds)
     workers = [WorkerClient(config, rank) for rank in range(len(config.worker_addresses))]
     loop = EngineLoop(
@@ -55,11 +57,13 @@ async def _serve(config: EngineConfig, lifecycle: Lifecycle) -> None:
         metrics,
         # Grows over restarts of this process, also without anything stored.
         first_incarnation=time.time_ns() // 1_000_000,
+        tracer=tracer,
     )
     server = make_server(config.listen_address, registrations(loop, time.monotonic))
     await server.start()
     async with AsyncExitStack() as stack:
         # However serving ends, also with a model that cannot be loaded.
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
         stack.push_async_callback(server.stop, _FLUSH_SECONDS)
         for worker in workers:
             stack.push_async_callback(worker.close)

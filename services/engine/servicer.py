@@ -49,8 +49,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             async for message in requests:
                 if message.WhichOneof("command") == "submit":
-                    request = wire.request_from_submit(message.submit, owner=owner, now=self._clock())
-                    self._loop.submit(owner, request)
+                    received_time = self._clock()
+                    request = wire.request_from_submit(message.submit, owner=owner, now=received_time)
+                    self._loop.submit(owner, request, received_time)
                 elif message.WhichOneof("command") == "abort":
                     self._loop.abort(message.abort.request_id, tuple(message.abort.handles))
             outbox.close()

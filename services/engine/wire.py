@@ -26,6 +26,7 @@ from services.engine.core.scheduler_output import (
     StepEvents,
     StepResult,
 )
+from services.engine.core.timings import CacheMissReason, FirstToken, Stall, StallReason
 from services.engine.feed import FeedEvent
 from services.engine.identity import EngineState, EngineStatus, LoadedModel
 
@@ -45,6 +46,20 @@ _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: generation_pb2.FINISH_REASON_ABORTED,
+}
+_MISS_REASONS = {
+    CacheMissReason.NOT_SEEN: generation_pb2.CACHE_MISS_REASON_NOT_SEEN,
+    CacheMissReason.EVICTED: generation_pb2.CACHE_MISS_REASON_EVICTED,
+    CacheMissReason.BEHIND_GAP: generation_pb2.CACHE_MISS_REASON_BEHIND_GAP,
+    CacheMissReason.TAIL: generation_pb2.CACHE_MISS_REASON_TAIL,
+    CacheMissReason.PROMPT_LOGPROBS: generation_pb2.CACHE_MISS_REASON_PROMPT_LOGPROBS,
+    CacheMissReason.CACHING_OFF: generation_pb2.CACHE_MISS_REASON_CACHING_OFF,
+}
+_STALL_REASONS = {
+    StallReason.PREEMPTION: generation_pb2.STALL_REASON_PREEMPTION,
+    StallReason.PREFILL: generation_pb2.STALL_REASON_PREFILL,
+    StallReason.LONG_STEP: generation_pb2.STALL_REASON_LONG_STEP,
+    StallReason.ENGINE_WAIT: generation_pb2.STALL_REASON_ENGINE_WAIT,
 }
 
 # ---- generation: gateway and engine ----
@@ -79,6 +94,8 @@ def request_from_submit(submit: generation_pb2.Submit, *, owner: int, now: float
         choices=tuple(np.array(choice.output_token_ids, np.uint32) for choice in submit.choices),
         num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
         num_prompt_logprobs=params.num_prompt_logprobs if params.HasField("num_prompt_logprobs") else None,
+        stall_bound_seconds=seconds_from_duration(submit.stall_bound) if submit.HasField("stall_bound") else None,
+        traceparent=submit.traceparent or None,
     )
 
 
@@ -91,9 +108,13 @@ def refuse_unknown_tokens(request: Request, vocab_size: int) -> None:
             )
 
 
-def started_message(request_id: str, handles: Sequence[int]) -> generation_pb2.GenerateResponse:
-    """Tell a request's handles."""
+def started_message(
+    request_id: str, handles: Sequence[int], *, accept_seconds: float | None = None
+) -> generation_pb2.GenerateResponse:
+    """Tell a request's handles, and how long it took to accept it where timings were asked for."""
     started = generation_pb2.Started(request_id=request_id, handles=handles)
+    if accept_seconds is not None:
+        started.accept_duration.CopyFrom(duration_from_seconds(accept_seconds))
     return generation_pb2.GenerateResponse(started=[started])
 
 
@@ -109,8 +130,22 @@ def messages_by_owner(events: StepEvents) -> Iterator[tuple[int, generation_pb2.
         message.handles.extend(handles.tolist())
         message.num_tokens.extend(itertools.repeat(1, len(handles)))
         message.token_ids.extend(events.token_ids[mine].tolist())
+        message.first_tokens.extend(_first_token_message(one) for one in events.first_tokens if one.owner == owner)
         _add_logprobs(message, events, owner)
         yield owner, message
+
+
+def _first_token_message(first: FirstToken) -> generation_pb2.FirstToken:
+    return generation_pb2.FirstToken(
+        handle=first.handle,
+        queue_duration=duration_from_seconds(first.queue_seconds),
+        prefill_duration=duration_from_seconds(first.prefill_seconds),
+        num_cached_tokens=first.num_cached_tokens,
+        misses=[
+            generation_pb2.CacheMiss(reason=_MISS_REASONS[reason], num_tokens=count)
+            for reason, count in first.misses.items()
+        ],
+    )
 
 
 def _add_logprobs(message: generation_pb2.GenerateResponse, events: StepEvents, owner: int) -> None:
@@ -174,6 +209,18 @@ def _usage_message(usage: Usage) -> generation_pb2.Usage:
         queue_duration=duration_from_seconds(usage.queue_seconds),
         prefill_duration=duration_from_seconds(usage.prefill_seconds),
         decode_duration=duration_from_seconds(usage.decode_seconds),
+        stalls=[_stall_message(stall) for stall in usage.stalls],
+        num_stalls=usage.num_stalls,
+    )
+
+
+def _stall_message(stall: Stall) -> generation_pb2.Stall:
+    return generation_pb2.Stall(
+        step_id=stall.step_id,
+        gap=duration_from_seconds(stall.gap_seconds),
+        reason=_STALL_REASONS[stall.reason],
+        step_duration=duration_from_seconds(stall.step_seconds),
+        num_prefill_tokens=stall.num_prefill_tokens,
     )
 
 

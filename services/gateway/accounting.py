@@ -38,7 +38,7 @@ class RequestIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class RequestEnd:
     """How and when a request ended for its client."""
 
     status: RequestStatus
@@ -64,7 +64,12 @@ class RequestAccount:
         self._first_token_time: float | None = None
         self._last_token_time = 0.0
         self._num_deliveries = 0
-        self._end: _End | None = None
+        self._end: RequestEnd | None = None
+
+    @property
+    def end(self) -> RequestEnd | None:
+        """How the request ended for its client; None while it has not."""
+        return self._end
 
     @property
     def has_delivered(self) -> bool:
@@ -160,7 +165,7 @@ class RequestAccount:
     def _set_end(self, status: RequestStatus, error: OctavoError | None, http_status: int) -> None:
         # The first end counts: what goes wrong while it is being told does not change it.
         if self._end is None:
-            self._end = _End(status, error, http_status, self._ledger.monotonic())
+            self._end = RequestEnd(status, error, http_status, self._ledger.monotonic())
 
 
 class Ledger:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from services.gateway.client_call import Framing
 from services.gateway.generation import FinishReason, TokenLogprob
 from services.gateway.output_text import TextDelta
-from services.gateway.sse import Framing
 
 
 @dataclass(frozen=True, slots=True)

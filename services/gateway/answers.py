@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from aiohttp import web
-
 from services.gateway.accounting import RequestAccount
 from services.gateway.answer_format import AnswerFormat, ChoiceDelta, UsageCounts, WholeChoice
+from services.gateway.client_call import Answered, AnswerWriter
 from services.gateway.failover import Generation, deadline_exceeded
 from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
+from services.gateway.latency_receipt import Segment
 from services.gateway.output_text import ChoiceOutput
-from services.gateway.sse import SseWriter
+from services.gateway.request_times import NO_ANSWER_TIMES, AnswerTimes
 
 # So many tokens' log-probabilities take about a millisecond to write.
 _MANY_LOGPROBS: Final = 128
@@ -113,8 +113,15 @@ class AnswerSource:
     """
 
     def __init__(
-        self, prompts: Sequence[PromptAnswer], news: asyncio.Event, *, deadline: float, settings: AnswerSettings
+        self,
+        prompts: Sequence[PromptAnswer],
+        news: asyncio.Event,
+        *,
+        deadline: float,
+        settings: AnswerSettings,
+        times: AnswerTimes = NO_ANSWER_TIMES,
     ) -> None:
+        self.times = times
         self._prompts = prompts
         self._news = news
         self._deadline = deadline
@@ -163,9 +170,12 @@ class AnswerSource:
             except TimeoutError:
                 if wait_until >= self._deadline:
                     raise deadline_exceeded() from None
+                self.times.waited()
                 return None
             self._news.clear()
+            self.times.woke()
             if deltas := [delta for prompt in self._prompts for delta in prompt.take()]:
+                self.times.took()
                 return deltas
 
     async def usage(self) -> UsageCounts:
@@ -194,21 +204,25 @@ class AnswerSource:
             self._news.set()
 
 
-async def send_whole(source: AnswerSource, answer_format: AnswerFormat) -> web.Response:
+async def send_whole(source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat) -> Answered:
     """Collect the answer and return it as one body."""
     choices = [WholeChoice() for _ in range(source.num_choices)]
     async with source.started():
         while not source.is_over:
             for delta in await source.next_deltas() or ():
                 choices[delta.choice_index].add(delta)
+    source.times.lap(Segment.FORMAT)
     counts = await source.usage()
+    source.times.lap(Segment.SETTLE)
     num_logprobs = sum(choice.num_logprobs for choice in choices)
     body = await _written(lambda: answer_format.body(choices, counts), num_logprobs)
     source.finish()
-    return web.Response(body=body, content_type="application/json")
+    return writer.whole(body)
 
 
-async def send_stream(source: AnswerSource, writer: SseWriter, answer_format: AnswerFormat) -> web.StreamResponse:
+async def send_stream(
+    source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat
+) -> Answered:
     """Write the answer as it comes; an error is raised, whether or not the stream has begun."""
     writer.framing = answer_format.framing
     async with source.started():
@@ -217,25 +231,31 @@ async def send_stream(source: AnswerSource, writer: SseWriter, answer_format: An
         if not source.has_ended:
             # The engine is asked for its counts after a stop string; the client need not wait for the text.
             await writer.send(data)
+            source.times.wrote()
             data = b""
-        data += answer_format.usage_event(await source.usage())
+        counts = await source.usage()
+        source.times.lap(Segment.SETTLE)
+        data += answer_format.usage_event(counts)
     response = await writer.finish(data)
     source.finish()
     return response
 
 
-async def _write_deltas(source: AnswerSource, writer: SseWriter, answer_format: AnswerFormat) -> bytes:
+async def _write_deltas(source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat) -> bytes:
     """Write the choices until their ends; the last events are left to the caller."""
     while True:
         deltas = await source.next_deltas()
         if deltas is None:
             await writer.ping()
+            source.times.wrote()
             continue
         data = await _events(answer_format, deltas)
+        source.times.lap(Segment.FORMAT)
         if source.is_over:
             return data
         if data:
             await writer.send(data)
+            source.times.wrote()
 
 
 async def _events(answer_format: AnswerFormat, deltas: Sequence[ChoiceDelta]) -> bytes:

@@ -10,9 +10,10 @@ import orjson
 from libs.errors import OctavoError, spec_of
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
 from services.gateway.chunks import ChunkTemplate
+from services.gateway.client_call import Framing
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import ErrorShape, error_body, known_error
-from services.gateway.sse import Framing, named_event
+from services.gateway.sse import named_event
 from services.gateway.text_preparation import PreparedPrompt
 
 _ERROR_TYPES: Final = {

@@ -5,7 +5,6 @@ Owns what every route has in common. It must not know how a completion is made.
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -28,16 +27,19 @@ from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
 from services.gateway.anthropic_answers import error_shape
-from services.gateway.completions import Caller, Completions
-from services.gateway.endpoints import CHAT, MESSAGES, RESPONSES, TEXT
+from services.gateway.client_call import Caller, read_client_request_id, read_traceparent
+from services.gateway.completions import Completions
+from services.gateway.endpoints import CHAT, MESSAGES, RESPONSES, TEXT, Endpoint, Request
 from services.gateway.engine_directory import EngineDirectory
+from services.gateway.http_body import BodyLimits
+from services.gateway.http_call import HttpCall
 from services.gateway.http_errors import error_object, error_response, internal_error
-from services.gateway.http_server import SERVER_NAME
+from services.gateway.http_server import SERVER_NAME, take_first_byte_time
 from services.gateway.identity import Authenticator
-from services.gateway.model_access import check_access, names_for
-from services.gateway.openai_answers import model_object
-from services.gateway.openai_schema import ModelFacts, check_model_name
+from services.gateway.latency_receipt import Segment
+from services.gateway.models import Models
 from services.gateway.openapi import openapi_document
+from services.gateway.request_times import RequestTimes
 from services.gateway.tokenization import Tokenization
 
 log = get_logger("app")
@@ -45,11 +47,12 @@ log = get_logger("app")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CALLER: Final = web.RequestKey("caller", Caller)
+_TIMES: Final = web.RequestKey("times", RequestTimes)
 _REQUEST_ID: Final = web.RequestKey("request_id", str)
 _OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/metrics"})
-# What may stand in a header and in a log line: visible ASCII, of bounded length.
-_CLIENT_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _CLIENT_HEADER, _OUR_HEADER = "X-Request-Id", "X-Octavo-Request-Id"
+# How a client of any dialect asks for a latency receipt, and how it is told what is known before the answer.
+_TIMINGS_HEADER, _SERVER_TIMING_HEADER = "X-Octavo-Timings", "Server-Timing"
 # How Anthropic's clients send their key.
 _API_KEY_HEADER: Final = "X-Api-Key"
 _ANTHROPIC_PATH: Final = "/v1/messages"
@@ -70,9 +73,8 @@ class Parts:
     admission: Admission
     directory: EngineDirectory
     metrics: GatewayMetrics
-    model: ModelFacts
-    max_model_len: Callable[[], int]
-    start_time: int
+    body_limits: BodyLimits
+    models: Models
     readiness_timeout_seconds: float
 
 
@@ -84,6 +86,7 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
         middlewares=[_errors_in_shape, _authenticate(parts.authenticator)],
     )
     app.on_response_prepare.append(_add_request_ids)
+    app.on_response_prepare.append(_add_server_timing)
     app.add_routes(
         [
             web.post("/v1/chat/completions", routes.chat_completions, expect_handler=_go_on),
@@ -111,36 +114,37 @@ class _Routes:
         self._parts = parts
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER], CHAT)
+        return await self._complete(request, CHAT)
 
     async def text_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER], TEXT)
+        return await self._complete(request, TEXT)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER], RESPONSES)
+        return await self._complete(request, RESPONSES)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._parts.completions.post(request, request[_CALLER], MESSAGES)
+        return await self._complete(request, MESSAGES)
+
+    async def _complete(self, request: web.Request, endpoint: Endpoint[Request]) -> web.StreamResponse:
+        return await self._parts.completions.serve(self._call(request), endpoint)
+
+    def _call(self, request: web.Request) -> HttpCall:
+        return HttpCall(request, request[_CALLER], self._parts.body_limits)
 
     async def count_message_tokens(self, request: web.Request) -> web.Response:
-        return await self._parts.tokenization.count_message_tokens(request, request[_CALLER].tenant)
+        return _json(await self._parts.tokenization.count_message_tokens(self._call(request)))
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        return await self._parts.tokenization.tokenize(request, request[_CALLER].tenant)
+        return _json(await self._parts.tokenization.tokenize(self._call(request)))
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        return await self._parts.tokenization.detokenize(request, request[_CALLER].tenant)
+        return _json(await self._parts.tokenization.detokenize(self._call(request)))
 
     async def list_models(self, request: web.Request) -> web.Response:
-        tenant = request[_CALLER].tenant
-        models = [self._model(name) for name in names_for(tenant, self._parts.model)]
-        return _json({"object": "list", "data": models})
+        return _json({"object": "list", "data": self._parts.models.of_tenant(request[_CALLER].tenant)})
 
     async def get_model(self, request: web.Request) -> web.Response:
-        name = request.match_info["model_id"]
-        check_model_name(name, self._parts.model)
-        check_access(request[_CALLER].tenant, self._parts.model, name)
-        return _json(self._model(name))
+        return _json(self._parts.models.named(request.match_info["model_id"], request[_CALLER].tenant))
 
     async def openapi(self, request: web.Request) -> web.Response:
         return _json(openapi_document())
@@ -171,19 +175,12 @@ class _Routes:
         body = render(self._parts.metrics.registry) + render(engines.registry)
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: _METRICS_CONTENT_TYPE})
 
-    def _model(self, name: str) -> dict[str, Any]:
-        return model_object(
-            name=name,
-            root=self._parts.model.name,
-            created=self._parts.start_time,
-            max_model_len=self._parts.max_model_len(),
-        )
-
 
 @web.middleware
 async def _errors_in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every error into its status and a body as the route's clients expect it."""
     request[_REQUEST_ID] = str(uuid.uuid4())
+    request[_TIMES] = _times_of(request)
     shape = error_shape(request[_REQUEST_ID]) if _is_anthropic(request) else error_object
     try:
         return await handler(request)
@@ -215,7 +212,12 @@ def _authenticate(authenticator: Authenticator) -> Middleware:
             tenant = authenticator.authenticate(
                 request.headers.get(hdrs.AUTHORIZATION), request.headers.get(_API_KEY_HEADER)
             )
-            request[_CALLER] = Caller(tenant, request[_REQUEST_ID], _client_request_id(request))
+            times = request[_TIMES]
+            times.lap(Segment.AUTH)
+            traceparent = read_traceparent(request.headers.get("traceparent"))
+            request[_CALLER] = Caller(
+                tenant, request.path, request[_REQUEST_ID], _client_request_id(request), traceparent, times
+            )
         return await handler(request)
 
     return authenticate
@@ -239,14 +241,26 @@ async def _add_request_ids(request: web.Request, response: web.StreamResponse) -
     response.headers[_CLIENT_HEADER] = _client_request_id(request) or request_id
 
 
+async def _add_server_timing(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell what is known of the request's time before the first byte of its answer."""
+    times = request.get(_TIMES)
+    if times is not None and times.is_wanted and (value := times.server_timing()):
+        response.headers[_SERVER_TIMING_HEADER] = value
+
+
+def _times_of(request: web.Request) -> RequestTimes:
+    times = RequestTimes(take_first_byte_time(request))
+    times.is_wanted = request.headers.get(_TIMINGS_HEADER) == "1"
+    times.lap(Segment.RECEIVE)
+    return times
+
+
 def _is_anthropic(request: web.Request) -> bool:
     return request.path == _ANTHROPIC_PATH or request.path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
 def _client_request_id(request: web.Request) -> str | None:
-    """Return the id that the client chose; one that could not be echoed safely counts as none."""
-    value = request.headers.get(_CLIENT_HEADER, "")
-    return value if _CLIENT_REQUEST_ID.fullmatch(value) else None
+    return read_client_request_id(request.headers.get(_CLIENT_HEADER))
 
 
 def _json(value: dict[str, Any]) -> web.Response:

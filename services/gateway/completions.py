@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
-
-from aiohttp import web
 
 from libs.errors import OctavoError
 from libs.obs import get_logger
@@ -22,54 +18,44 @@ from services.gateway.accounting import Ledger, RequestAccount, RequestIdentity
 from services.gateway.admission import Admission, AdmissionSlot
 from services.gateway.answer_format import AnswerHead
 from services.gateway.answers import AnswerSettings, AnswerSource, PromptAnswer, send_stream, send_whole
+from services.gateway.client_call import Answered, AnswerWriter, Caller, ClientCall
 from services.gateway.endpoints import Endpoint, Request, ValidRequest
 from services.gateway.failover import Generation, Generations
 from services.gateway.generation import SamplingParams, Submission
 from services.gateway.generation_options import GenerationOptions, check_total_logprobs
-from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.http_errors import internal_error, known_error
-from services.gateway.identity import Tenant
+from services.gateway.latency_receipt import Segment
 from services.gateway.model_access import check_access
-from services.gateway.openai_schema import ModelFacts, parse_json, read_head
+from services.gateway.openai_schema import ModelFacts, read_head
 from services.gateway.output_text import ChoiceOutput, new_output
 from services.gateway.peers import PlacementAsk
-from services.gateway.sse import SseWriter
+from services.gateway.receipt_format import ReceiptFormat
+from services.gateway.request_spans import RequestSpans, RequestTrace
 from services.gateway.text_preparation import PreparedPrompt, TextPreparation, fit_output
 
 log = get_logger("completions")
-
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionSettings:
     """What an operator may set."""
 
-    body_limits: BodyLimits
     request_timeout_seconds: float
     default_max_tokens: int | None
+    # A gap between two tokens from which on a latency receipt calls it a stall.
+    stall_bound_seconds: float
     answers: AnswerSettings
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who sends a request, and what its headers say."""
-
-    tenant: Tenant
-    request_id: str
-    client_request_id: str | None
 
 
 @dataclass(slots=True)
 class _Exchange:
     """One request while it is served: an account for each prompt, and its generation as soon as there is one."""
 
-    http_request: web.Request
     caller: Caller
     accounts: list[RequestAccount]
-    writer: SseWriter
     # The request's last moment on the event loop's clock.
     deadline: float
+    trace: RequestTrace
     generations: list[Generation] = field(default_factory=list)
     # Set when any generation has something to take.
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -90,7 +76,9 @@ class Completions:
         max_model_len: Callable[[], int],
         draw_seed: Callable[[], int],
         tasks: asyncio.TaskGroup,
+        spans: RequestSpans,
     ) -> None:
+        self._spans = spans
         self._model = model
         self._text = text
         self._admission = admission
@@ -101,46 +89,63 @@ class Completions:
         self._draw_seed = draw_seed
         self._tasks = tasks
 
-    async def post(
-        self, http_request: web.Request, caller: Caller, endpoint: Endpoint[Request]
-    ) -> web.StreamResponse:
+    async def serve(self, call: ClientCall[Answered], endpoint: Endpoint[Request]) -> Answered:
         """Serve one request; however it ends, its accounts are closed with that end.
 
         Raises:
             OctavoError: an error before the first byte of the answer.
         """
-        account = self._ledger.open(_identity(http_request, caller, caller.request_id))
-        deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_seconds
-        writer = SseWriter(http_request, deadline=deadline)
-        exchange = _Exchange(http_request, caller, [account], writer, deadline)
+        caller = call.caller
+        account = self._ledger.open(_identity(caller, caller.request_id))
+        deadline = asyncio.get_running_loop().time() + self._seconds_for(call)
+        writer = call.new_writer(deadline)
+        exchange = _Exchange(caller, [account], deadline, self._spans.begin(caller))
         try:
             with self._admission.admit() as slot, slot.interruptible():
-                return await self._serve(exchange, endpoint, slot)
+                return await self._serve(exchange, call, writer, endpoint, slot)
         except (asyncio.CancelledError, ConnectionError) as left:
             for account in exchange.accounts:
                 account.abort(is_head_sent=writer.is_open)
             # aiohttp would answer a ConnectionError, to nobody.
             raise asyncio.CancelledError from left
         except OctavoError as error:
-            return await _fail(exchange, known_error(error))
+            return await _fail(exchange, writer, known_error(error))
         except Exception:
             log.exception("request failed", request_id=caller.request_id)
-            return await _fail(exchange, internal_error(caller.request_id))
+            return await _fail(exchange, writer, internal_error(caller.request_id))
         finally:
             for account, generation in itertools.zip_longest(exchange.accounts, exchange.generations):
                 self._close(account, generation)
+            exchange.trace.end(exchange.accounts)
+            _tell_untold_receipt(caller)
+
+    def _seconds_for(self, call: ClientCall[Answered]) -> float:
+        """Return the time for a whole request: the server's, or what the client gives if that is less."""
+        given = call.remaining_seconds
+        own = self._settings.request_timeout_seconds
+        return own if given is None else min(own, given)
 
     async def _serve(
-        self, exchange: _Exchange, endpoint: Endpoint[Request], slot: AdmissionSlot
-    ) -> web.StreamResponse:
-        body = parse_json(await read_json_body(exchange.http_request, self._settings.body_limits))
+        self,
+        exchange: _Exchange,
+        call: ClientCall[Answered],
+        writer: AnswerWriter[Answered],
+        endpoint: Endpoint[Request],
+        slot: AdmissionSlot,
+    ) -> Answered:
+        body = await call.read_body()
         head = read_head(body)
         exchange.accounts[0].model_name = self._model.own_name(head.model_name)
         exchange.accounts[0].is_streaming = head.is_streaming
         request = endpoint.parse(body, self._model)
+        times = exchange.caller.times
+        times.lap(Segment.PARSE)
+        times.want(request.options, self._settings.stall_bound_seconds)
         check_access(exchange.caller.tenant, self._model, request.model)
+        exchange.trace.begin_generation(endpoint.operation, self._model.name)
         slot.grow(len(request.prompts) - 1)
         self._accept(exchange, request)
+        times.lap(Segment.RECORD)
 
         max_model_len = self._max_model_len()
         text = await self._text.prepare(
@@ -148,6 +153,7 @@ class Completions:
             request.options,
             cache_salt=exchange.caller.tenant.cache_salt,
             max_model_len=max_model_len,
+            marks=times,
         )
         for account, prompt in zip(exchange.accounts, text.prompts, strict=True):
             account.num_prompt_tokens = len(prompt.token_ids)
@@ -155,13 +161,13 @@ class Completions:
         for account, prompt, limit in zip(exchange.accounts, text.prompts, limits, strict=True):
             params = self._sampling_params(request.options, limit, text.bad_words)
             exchange.generations.append(self._new_generation(exchange, account, request.options, prompt, params))
-        return await self._answer(exchange, endpoint, request, text.prompts)
+        return await self._answer(exchange, writer, endpoint, request, text.prompts)
 
     def _accept(self, exchange: _Exchange, request: ValidRequest) -> None:
         """Open an account for every prompt, and write all down before any is placed."""
         for index in range(1, len(request.prompts)):
             request_id = _request_id_of_prompt(exchange.caller.request_id, index)
-            identity = _identity(exchange.http_request, exchange.caller, request_id)
+            identity = _identity(exchange.caller, request_id)
             exchange.accounts.append(self._ledger.open(identity))
         for account in exchange.accounts:
             account.model_name, account.is_streaming = self._model.name, request.options.is_streaming
@@ -199,11 +205,10 @@ class Completions:
         params: SamplingParams,
     ) -> Generation:
         caller = exchange.caller
-        traceparent = _traceparent(exchange.http_request)
         ask = PlacementAsk(
             request_id=account.identity.request_id,
             tenant_id=caller.tenant.tenant_id,
-            traceparent=traceparent,
+            traceparent=exchange.trace.traceparent,
             model_name=self._model.name,
             num_prompt_tokens=len(prompt.token_ids),
             max_output_tokens=params.max_output_tokens,
@@ -214,13 +219,14 @@ class Completions:
         submission = Submission(
             request_id=account.identity.request_id,
             tenant_id=caller.tenant.tenant_id,
-            traceparent=traceparent,
+            traceparent=exchange.trace.traceparent,
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
             cache_salt=caller.tenant.cache_salt,
             shared_prefix=prompt.shared_prefix,
             num_choices=options.num_choices,
             priority=options.priority,
+            stall_bound_seconds=caller.times.wanted_stall_bound_seconds,
         )
         return self._generations.new(ask, submission, deadline=exchange.deadline, news=exchange.news)
 
@@ -252,25 +258,35 @@ class Completions:
     async def _answer(
         self,
         exchange: _Exchange,
+        writer: AnswerWriter[Answered],
         endpoint: Endpoint[Request],
         request: Request,
         prompts: Sequence[PreparedPrompt],
-    ) -> web.StreamResponse:
+    ) -> Answered:
         served = zip(exchange.accounts, exchange.generations, prompts, strict=True)
         answers = [
             PromptAnswer(generation, self._new_outputs(request.options, prompt), account, prompt_index=index)
             for index, (account, generation, prompt) in enumerate(served)
         ]
-        source = AnswerSource(answers, exchange.news, deadline=exchange.deadline, settings=self._settings.answers)
+        times = exchange.caller.times
+        source = AnswerSource(
+            answers,
+            exchange.news,
+            deadline=exchange.deadline,
+            settings=self._settings.answers,
+            times=times.answer_times(exchange.generations),
+        )
         head = AnswerHead(
             answer_id=f"{endpoint.answer_id_prefix}{exchange.caller.request_id}",
             created=int(exchange.accounts[0].accepted_time),
             model=request.model,
         )
         answer_format = endpoint.new_format(request, head, prompts, self._text.model_text.tokenizer)
+        if times.is_wanted:
+            answer_format = ReceiptFormat(answer_format, times)
         if request.options.is_streaming:
-            return await send_stream(source, exchange.writer, answer_format)
-        return await send_whole(source, answer_format)
+            return await send_stream(source, writer, answer_format)
+        return await send_whole(source, writer, answer_format)
 
     def _new_outputs(self, options: GenerationOptions, prompt: PreparedPrompt) -> list[ChoiceOutput]:
         tokenizer = self._text.model_text.tokenizer
@@ -296,13 +312,20 @@ class Completions:
             _close_with(account, generation)
 
 
-async def _fail(exchange: _Exchange, error: OctavoError) -> web.StreamResponse:
+async def _fail(exchange: _Exchange, writer: AnswerWriter[Answered], error: OctavoError) -> Answered:
     """Write an error down and tell the client: as an event when the stream has begun, else by raising it."""
     for account in exchange.accounts:
-        account.fail(error, is_head_sent=exchange.writer.is_open)
-    if exchange.writer.is_open:
-        return await exchange.writer.fail(error)
+        account.fail(error, is_head_sent=writer.is_open)
+    if writer.is_open:
+        return await writer.fail(error)
     raise error
+
+
+def _tell_untold_receipt(caller: Caller) -> None:
+    """Log the receipt of an answer that broke off before its client could be told."""
+    if caller.times.is_wanted and not caller.times.is_told:
+        timings = caller.times.receipt().as_json()
+        log.info("request broke off before its receipt", request_id=caller.request_id, timings=timings)
 
 
 def _close_with(account: RequestAccount, generation: Generation) -> None:
@@ -314,20 +337,15 @@ def _close_with(account: RequestAccount, generation: Generation) -> None:
     )
 
 
-def _identity(http_request: web.Request, caller: Caller, request_id: str) -> RequestIdentity:
+def _identity(caller: Caller, request_id: str) -> RequestIdentity:
     return RequestIdentity(
         request_id=request_id,
         client_request_id=caller.client_request_id,
         tenant_id=caller.tenant.tenant_id,
-        endpoint=http_request.path,
+        endpoint=caller.route,
     )
 
 
 def _request_id_of_prompt(request_id: str, index: int) -> str:
     """Return the id of a further prompt of a request; it follows from the first one's, which is the request's."""
     return str(uuid.uuid5(uuid.UUID(request_id), f"prompt-{index}"))
-
-
-def _traceparent(http_request: web.Request) -> str | None:
-    value = http_request.headers.get("traceparent", "")
-    return value if _TRACEPARENT.fullmatch(value) else None

@@ -24,10 +24,11 @@ _POSITIVE = (
     "readiness_timeout_seconds",
     "sse_heartbeat_seconds",
     "abort_settle_seconds",
+    "receipt_stall_seconds",
     "audit_flush_seconds",
     "audit_spool_max_bytes",
 )
-_NOT_NEGATIVE = ("port", "max_placement_retries", "drain_timeout_seconds", "audit_shutdown_seconds")
+_NOT_NEGATIVE = ("port", "grpc_port", "max_placement_retries", "drain_timeout_seconds", "audit_shutdown_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,8 @@ class GatewayConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "TCP port to listen on; 0 takes a free one.")
+    grpc_host: str = setting("127.0.0.1", "Address to listen on for gRPC.")
+    grpc_port: int = setting(0, "TCP port to listen on for gRPC; 0 takes a free one.")
     gateway_id: str = setting("gateway-0", "Name of this gateway; names its folder in data_dir and its audit rows.")
     data_dir: str = setting(".octavo", "Folder for the spool of accepted requests and the cache salt's secret.")
     log_level: str = setting("info", "Least level of log events shown: debug, info, warning or error.")
@@ -103,6 +106,15 @@ class GatewayConfig:
     abort_settle_seconds: float = setting(
         2.0, "Time for an engine to confirm an abort with its counts.", unit="seconds"
     )
+    otlp_endpoint: str = setting(
+        "", "Where spans go by OTLP over gRPC, for example http://127.0.0.1:4317; none when empty.", unit="url"
+    )
+    trace_sample_fraction: float = setting(
+        1.0, "Share of requests that are traced, of those whose client has not decided it.", unit="fraction"
+    )
+    receipt_stall_seconds: float = setting(
+        0.1, "Gap between two tokens from which on a latency receipt calls it a stall.", unit="seconds"
+    )
     drain_timeout_seconds: float = setting(30.0, "Time for running requests to finish at shutdown.", unit="seconds")
 
     audit_flush_seconds: float = setting(
@@ -125,8 +137,11 @@ class GatewayConfig:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative.")
-        if self.port > 65535:
-            raise ValueError("port must be at most 65535.")
+        if not 0 <= self.trace_sample_fraction <= 1:
+            raise ValueError("trace_sample_fraction must be in [0, 1].")
+        for name in ("port", "grpc_port"):
+            if getattr(self, name) > 65535:
+                raise ValueError(f"{name} must be at most 65535.")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:
             raise ValueError("default_max_tokens must be at least one.")
         if not all(self.model_aliases) or len(set(self.model_aliases)) < len(self.model_aliases):
@@ -135,17 +150,23 @@ class GatewayConfig:
             raise ValueError("gateway_id must be up to 64 letters, digits, dots, dashes and underscores.")
         if self.api_keys_in_redis and (self.redis_url is None or self.api_keys_file is not None):
             raise ValueError("api_keys_in_redis needs redis_url and no api_keys_file.")
-        if not self.asks_for_keys and not self.allow_unauthenticated and not is_loopback(self.host):
-            raise ValueError(
-                f"{self.host} can be reached from other machines and no API keys are configured: "
-                "set gateway.api_keys_file or gateway.api_keys_in_redis, or listen on 127.0.0.1, or set "
-                "gateway.allow_unauthenticated to true."
-            )
+        if not self.asks_for_keys and not self.allow_unauthenticated:
+            for host in (self.host, self.grpc_host):
+                _check_is_loopback(host)
 
     @property
     def asks_for_keys(self) -> bool:
         """Whether requests need an API key."""
         return self.api_keys_file is not None or self.api_keys_in_redis
+
+
+def _check_is_loopback(host: str) -> None:
+    if not is_loopback(host):
+        raise ValueError(
+            f"{host} can be reached from other machines and no API keys are configured: "
+            "set gateway.api_keys_file or gateway.api_keys_in_redis, or listen on 127.0.0.1, or set "
+            "gateway.allow_unauthenticated to true."
+        )
 
 
 def is_loopback(host: str) -> bool:

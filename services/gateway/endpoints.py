@@ -58,6 +58,8 @@ class Endpoint(Generic[Request]):
     default_max_tokens: int | None
     parse: Callable[[Mapping[str, Any], ModelFacts], Request]
     new_format: Callable[[Request, AnswerHead, Sequence[PreparedPrompt], Tokenizer], AnswerFormat]
+    # What OpenTelemetry's conventions for generative AI call it.
+    operation: str = "chat"
 
 
 def _chat_format(
@@ -86,6 +88,6 @@ def _response_format(
 
 
 CHAT: Final = Endpoint("chatcmpl-", "messages", None, parse_chat_completion, _chat_format)
-TEXT: Final = Endpoint("cmpl-", "prompt", _TEXT_MAX_TOKENS, parse_text_completion, _text_format)
+TEXT: Final = Endpoint("cmpl-", "prompt", _TEXT_MAX_TOKENS, parse_text_completion, _text_format, "text_completion")
 MESSAGES: Final = Endpoint("msg_", "messages", None, parse_messages, _message_format)
 RESPONSES: Final = Endpoint(RESPONSE_ID_PREFIX, "input", None, parse_response, _response_format)

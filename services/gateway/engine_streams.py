@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from libs.errors import EngineLost, InternalError, OctavoError, Overloaded, UnavailableError
 from libs.obs import get_logger
 from services.gateway.clients import GenerationCall, GenerationClient
+from services.gateway.engine_times import TryTimes
 from services.gateway.generation import (
     MAX_CHOICES,
     ChoiceStep,
@@ -26,6 +28,7 @@ from services.gateway.generation import (
     Submission,
     TokenLogprob,
 )
+from services.gateway.latency_receipt import nanos
 
 log = get_logger("engine_streams")
 
@@ -61,8 +64,11 @@ class EngineRequest:
         num_choices: int,
         news: asyncio.Event,
         on_abort: Callable[[EngineRequest, tuple[int, ...]], None],
+        times: TryTimes | None = None,
     ) -> None:
+        """Begin; ``times`` takes the marks of a request that asked for timings."""
         self.request_id = request_id
+        self.times = times
         self._choices = [_Choice() for _ in range(num_choices)]
         # Of the prompt's tokens after the first, where they are wanted; whole as soon as a first token has come.
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -95,6 +101,11 @@ class EngineRequest:
         return functools.reduce(EngineUsage.plus_choice, told) if told else None
 
     @property
+    def usages(self) -> list[EngineUsage | None]:
+        """What each choice cost; None for those that have not ended or of which the engine could not tell it."""
+        return [None if choice.end is None else choice.end.usage for choice in self._choices]
+
+    @property
     def early_failure(self) -> OctavoError | None:
         """The error of a request that failed before any token came."""
         if self.num_received_tokens:
@@ -116,6 +127,8 @@ class EngineRequest:
 
     def take(self) -> list[ChoiceStep]:
         """Take what has come since the last time; the end of a choice is given once."""
+        if self.times is not None:
+            self.times.take()
         return [self._taken(index, choice) for index, choice in enumerate(self._choices) if choice.has_news]
 
     def abort(self) -> None:
@@ -245,6 +258,8 @@ class _EngineStream:
         self._max_requests = max_requests
         self._requests: dict[str, EngineRequest] = {}
         self._by_handle: dict[int, tuple[EngineRequest, int]] = {}
+        # The choices whose timings were asked for.
+        self._timed: dict[int, tuple[TryTimes, int]] = {}
         # A request is submitted once, and it and each of its choices are aborted at most once; only a peer that
         # takes nothing fills this.
         self._outbox: asyncio.Queue[_Submit | _Abort] = asyncio.Queue((2 + MAX_CHOICES) * max_requests)
@@ -258,7 +273,8 @@ class _EngineStream:
             )
         if submission.request_id in self._requests:
             raise EngineLost("The engine still holds an earlier try of the request.")
-        request = EngineRequest(submission.request_id, submission.num_choices, news, self._send_abort)
+        times = _times_of(submission)
+        request = EngineRequest(submission.request_id, submission.num_choices, news, self._send_abort, times)
         self._requests[submission.request_id] = request
         self._outbox.put_nowait(_Submit(submission, remaining_seconds))
         return request
@@ -321,7 +337,9 @@ class _EngineStream:
 
     def _dispatch(self, events: StepEvents) -> None:
         for request_id, handles in events.started:
-            self._start(request_id, handles)
+            self._start(request_id, handles, events.accept_seconds.get(request_id))
+        if self._timed:
+            self._note_arrivals(events)
         for handle, entries in events.prompt_logprobs.items():
             if handle in self._by_handle:
                 self._by_handle[handle][0].prompt_logprobs += entries
@@ -347,10 +365,20 @@ class _EngineStream:
         request.on_step(choice_index, token_ids, end, logprobs)
         if end is not None:
             del self._by_handle[handle]
+            self._timed.pop(handle, None)
             if request.has_ended:
                 self._requests.pop(request.request_id, None)
 
-    def _start(self, request_id: str, handles: list[int]) -> None:
+    def _note_arrivals(self, events: StepEvents) -> None:
+        now_ns = time.monotonic_ns()
+        arrived = {*events.handles, *(handle for handle, _ in events.ends)}
+        for handle, (times, choice_index) in self._timed.items():
+            if handle in events.first_tokens:
+                times.first_tokens[choice_index] = events.first_tokens[handle]
+            if handle in arrived:
+                times.arrive(choice_index, events.step_id, now_ns)
+
+    def _start(self, request_id: str, handles: list[int], accept_seconds: float | None) -> None:
         request = self._requests.get(request_id)
         if request is None:
             log.warning("engine started an unknown request", address=self.address, request_id=request_id)
@@ -361,6 +389,10 @@ class _EngineStream:
             return
         for choice_index, handle in enumerate(handles):
             self._by_handle[handle] = (request, choice_index)
+            if request.times is not None:
+                self._timed[handle] = (request.times, choice_index)
+        if request.times is not None:
+            request.times.accept(time.monotonic_ns(), accept_seconds)
         request.on_accepted(handles)
 
     def _end_all(self, loss: OctavoError) -> None:
@@ -368,3 +400,9 @@ class _EngineStream:
         self._by_handle.clear()
         for request in requests.values():
             request.on_lost(loss)
+
+
+def _times_of(submission: Submission) -> TryTimes | None:
+    if submission.stall_bound_seconds is None:
+        return None
+    return TryTimes(time.monotonic_ns(), nanos(submission.stall_bound_seconds))

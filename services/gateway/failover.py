@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from libs.errors import (
 )
 from libs.obs import get_logger
 from services.gateway.engine_streams import EngineRequest, EngineStreams
+from services.gateway.engine_times import Journey
 from services.gateway.generation import ChoiceStep, EngineUsage, Submission, TokenLogprob
 from services.gateway.peers import PlacementAsk
 from services.gateway.placement import Place, Placements
@@ -83,6 +85,8 @@ class Generation:
         self._place: Place | None = None
         self._request: EngineRequest | None = None
         self.num_retries = 0
+        # The way to the first token; with the marks of the last try where timings were asked for.
+        self.journey = Journey()
 
     @property
     def engine_id(self) -> str:
@@ -109,6 +113,21 @@ class Generation:
         """Tokens that came from the engine, read or not."""
         return 0 if self._request is None else self._request.num_received_tokens
 
+    @property
+    def num_choices(self) -> int:
+        """How many choices were asked for."""
+        return self._submission.num_choices
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How long the prompt is, in tokens."""
+        return len(self._submission.prompt_token_ids)
+
+    @property
+    def usages(self) -> list[EngineUsage | None]:
+        """What the engine says that each choice cost, as far as it has."""
+        return [] if self._request is None else self._request.usages
+
     async def start(self) -> None:
         """Find an engine, submit, and return when the first tokens or an end have come.
 
@@ -118,14 +137,18 @@ class Generation:
             OctavoError: there is no place, or the last engine tried failed; DeadlineExceeded in time.
         """
         async with _until(self._deadline):
+            asked_ns = self.journey.asked_ns = time.monotonic_ns()
             self._place = await self._placements.place(self._ask, deadline=self._deadline)
+            self.journey.placement_ns = time.monotonic_ns() - asked_ns
             while not self._has_started:
+                tried_ns = time.monotonic_ns()
                 try:
                     await self._attempt(self._place)
                 except _RETRYABLE as error:
                     if self.num_retries >= self._settings.max_retries:
                         raise
                     self._place = await self._place_again(self._place, error)
+                    self.journey.retry_ns += time.monotonic_ns() - tried_ns
                 else:
                     self._has_started = True
 
@@ -165,6 +188,7 @@ class Generation:
         self._request = self._streams.submit(
             place.choice.address, self._submission, remaining_seconds=remaining_seconds, news=self._news
         )
+        self.journey.current = self._request.times
         try:
             async with asyncio.timeout(self._settings.accept_timeout_seconds):
                 await self._request.wait_accepted()

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 from libs.errors import OctavoError
 from libs.grammar import Grammar
 from libs.kv import SharedPrefix
+from services.gateway.engine_times import EngineStall, FirstTokenReport
 
 # Choices of one request at most; bounds what its stream can have to say of it.
 MAX_CHOICES: Final = 128
@@ -64,6 +65,8 @@ class Submission:
     shared_prefix: SharedPrefix | None = None
     num_choices: int = 1
     priority: int = 0
+    # With it the engine tells its timings, and every gap between two tokens that is longer.
+    stall_bound_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,11 @@ class EngineUsage:
     num_discarded_tokens: int
     num_preemptions: int
     queue_seconds: float
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    # Where timings were asked for: the first gaps beyond the bound, and how many there were.
+    stalls: tuple[EngineStall, ...] = ()
+    num_stalls: int = 0
 
     def plus_choice(self, other: EngineUsage) -> EngineUsage:
         """Add another choice of the same request: its prompt was computed and waited once."""
@@ -144,3 +152,7 @@ class StepEvents:
     ends: list[tuple[int, GenerationEnd]]
     output_logprobs: Mapping[int, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, list[TokenLogprob]] = field(default_factory=dict)
+    # Where timings were asked for: how first tokens came about by handle, how long accepting took by request.
+    step_id: int = 0
+    first_tokens: Mapping[int, FirstTokenReport] = field(default_factory=dict)
+    accept_seconds: Mapping[str, float] = field(default_factory=dict)

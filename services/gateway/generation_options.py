@@ -80,6 +80,8 @@ class GenerationOptions:
     includes_usage: bool
     has_continuous_usage: bool
     returns_token_ids: bool
+    # The answer ends with its latency receipt.
+    returns_timings: bool
     # Alternatives to show beside each token's own log-probability: in the answer, and of the prompt in a field of
     # its own or where it is echoed. None shows nothing.
     num_logprobs: int | None
@@ -142,6 +144,7 @@ def parse_generation_options(
             stream_options, "continuous_usage_stats", default=False, path="stream_options."
         ),
         returns_token_ids=read_boolean(body, "return_token_ids", default=False),
+        returns_timings=read_boolean(body, "timings", default=False),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=_num_prompt_logprobs(body, is_streaming=is_streaming),
         num_echoed_logprobs=num_echoed_logprobs,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final
+import time
+from typing import Any, Final
 
 from aiohttp import hdrs, web
 
@@ -68,10 +69,29 @@ class HttpServer:
         )
 
 
-class _Connection(web.RequestHandler):
-    """A connection that answers what is no HTTP in OpenAI's shape too."""
+def take_first_byte_time(request: web.BaseRequest) -> int | None:
+    """Return when a request's first byte came, by ``time.monotonic_ns``; None where nobody has seen it."""
+    connection = request.protocol
+    if not isinstance(connection, _Connection):
+        return None
+    first_byte_ns, connection.first_byte_ns = connection.first_byte_ns, None
+    return first_byte_ns
 
-    __slots__ = ()
+
+class _Connection(web.RequestHandler):
+    """A connection that answers what is no HTTP in OpenAI's shape too, and knows when a request began to come."""
+
+    __slots__ = ("first_byte_ns",)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: aiohttp's own, passed on as they are.
+        super().__init__(*arguments, **options)
+        self.first_byte_ns: int | None = None
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; the first ones while the next request is waited for are its first ones."""
+        if self._waiter is not None and self.first_byte_ns is None:
+            self.first_byte_ns = time.monotonic_ns()
+        super().data_received(data)
 
     def handle_error(
         self,

@@ -6,13 +6,13 @@ import asyncio
 import functools
 import random
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from libs.config import load
@@ -21,6 +21,9 @@ from libs.kv import HashContract
 from libs.lifecycle import Lifecycle, run
 from libs.obs import configure_logging, get_logger
 from libs.obs.metrics import GatewayMetrics
+from libs.obs.tracers import open_tracer
+from libs.obs.tracing import Tracer
+from libs.rpc import RpcServer
 from libs.text import default_served_model_name, load_model_text, resolve_model_path
 from services.gateway.accepted_spool import AcceptedSpool
 from services.gateway.accounting import Ledger
@@ -37,9 +40,12 @@ from services.gateway.failover import FailoverSettings, Generations
 from services.gateway.http_body import BodyLimits
 from services.gateway.http_server import HttpServer
 from services.gateway.identity import Authenticator, cache_salt_secret
+from services.gateway.inference.servicer import InferenceServicer, make_inference_server
 from services.gateway.key_stores import KeyFile, KeysInRedis, KeyStore, KeyWatch
+from services.gateway.models import Models
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.placement import Placements, RouterPlacements
+from services.gateway.request_spans import RequestSpans
 from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import TextPreparation
 from services.gateway.tokenization import Tokenization
@@ -52,6 +58,7 @@ log = get_logger("gateway")
 # Interrupted requests need a moment to tell their clients.
 _INTERRUPTION_SECONDS = 1.5
 _LAST_ACCOUNTS_SECONDS = 0.5
+_CLOSE_CALLS_SECONDS = 0.5
 
 
 def main(argv: Sequence[str]) -> None:
@@ -79,14 +86,19 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         if keys is not None:
             background.append(tasks.create_task(keys.run()))
         streams = EngineStreams(max_requests=config.max_concurrent_requests, tasks=tasks)
-        app = _make_app(config, foundation, streams, tasks)
-        server = HttpServer(app, config.host, config.port)
+        parts = _make_parts(config, foundation, streams, tasks)
+        server = HttpServer(make_app(parts, max_body_bytes=config.max_body_bytes), config.host, config.port)
         stack.push_async_callback(server.stop)
         host, port = await server.start()
-        log.info("gateway listens", host=host, port=port)
+        grpc_server = _make_grpc_server(config, parts)
+        stack.push_async_callback(grpc_server.stop, _CLOSE_CALLS_SECONDS)
+        await grpc_server.start()
+        background.append(tasks.create_task(_tell_readiness(config, foundation, grpc_server)))
+        log.info("gateway listens", host=host, port=port, grpc_address=grpc_server.address)
 
         await lifecycle.wait_for_shutdown()
 
+        await grpc_server.set_serving(False)
         await _drain(config, foundation)
         await foundation.audit.flush(config.audit_shutdown_seconds)
         streams.close()
@@ -108,6 +120,7 @@ class _Foundation:
     router: RouterPlacements | None
     audit: Audit
     ledger: Ledger
+    tracer: Tracer
 
     def max_model_len(self) -> int:
         """Return the context that the model's text side and all engines can serve."""
@@ -153,7 +166,19 @@ def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation
             monotonic=time.monotonic,
             wall=time.time,
         ),
+        tracer=_make_tracer(config, stack),
     )
+
+
+def _make_tracer(config: GatewayConfig, stack: AsyncExitStack) -> Tracer:
+    tracer = open_tracer(
+        config.otlp_endpoint,
+        tier="gateway",
+        instance_id=config.gateway_id,
+        sample_fraction=config.trace_sample_fraction,
+    )
+    stack.push_async_callback(asyncio.to_thread, tracer.close)
+    return tracer
 
 
 def _make_key_watch(config: GatewayConfig, authenticator: Authenticator, stack: AsyncExitStack) -> KeyWatch | None:
@@ -222,9 +247,9 @@ def _make_router(config: GatewayConfig) -> RouterPlacements | None:
     )
 
 
-def _make_app(
+def _make_parts(
     config: GatewayConfig, foundation: _Foundation, streams: EngineStreams, tasks: asyncio.TaskGroup
-) -> web.Application:
+) -> Parts:
     random_source = random.Random()
     placements = Placements(
         router=foundation.router,
@@ -245,34 +270,53 @@ def _make_app(
         generations=Generations(placements, streams, failover),
         ledger=foundation.ledger,
         settings=CompletionSettings(
-            body_limits=body_limits,
             request_timeout_seconds=config.request_timeout_seconds,
             default_max_tokens=config.default_max_tokens,
+            stall_bound_seconds=config.receipt_stall_seconds,
             answers=AnswerSettings(config.sse_heartbeat_seconds, config.abort_settle_seconds),
         ),
         max_model_len=foundation.max_model_len,
         draw_seed=lambda: random_source.getrandbits(64),
         tasks=tasks,
+        spans=RequestSpans(foundation.tracer),
     )
-    parts = Parts(
+    return Parts(
         completions=completions,
         tokenization=Tokenization(
             model=foundation.model,
             text=foundation.text,
             admission=foundation.admission,
-            body_limits=body_limits,
             max_model_len=foundation.max_model_len,
         ),
         authenticator=foundation.authenticator,
         admission=foundation.admission,
         directory=foundation.directory,
         metrics=foundation.metrics,
-        model=foundation.model,
-        max_model_len=foundation.max_model_len,
-        start_time=int(time.time()),
+        body_limits=body_limits,
+        models=Models(foundation.model, max_model_len=foundation.max_model_len, start_time=int(time.time())),
         readiness_timeout_seconds=config.readiness_timeout_seconds,
     )
-    return make_app(parts, max_body_bytes=config.max_body_bytes)
+
+
+def _make_grpc_server(config: GatewayConfig, parts: Parts) -> RpcServer:
+    servicer = InferenceServicer(
+        authenticator=parts.authenticator,
+        completions=parts.completions,
+        tokenization=parts.tokenization,
+        models=parts.models,
+        new_request_id=lambda: str(uuid.uuid4()),
+        max_message_bytes=config.max_body_bytes,
+    )
+    host = f"[{config.grpc_host}]" if ":" in config.grpc_host else config.grpc_host
+    return make_inference_server(f"{host}:{config.grpc_port}", servicer, parts.authenticator)
+
+
+async def _tell_readiness(config: GatewayConfig, foundation: _Foundation, server: RpcServer) -> None:
+    """Keep the health of the gRPC server true to what ``/readyz`` says, until cancelled."""
+    while True:
+        is_ready = await foundation.directory.has_ready_engine(config.readiness_timeout_seconds)
+        await server.set_serving(is_ready and not foundation.admission.is_draining)
+        await asyncio.sleep(config.directory_refresh_seconds)
 
 
 async def _drain(config: GatewayConfig, foundation: _Foundation) -> None:

@@ -180,18 +180,6 @@ class ChatFormat:
         } | self._usage.fields
 
 
-def model_object(*, name: str, root: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """Return OpenAI's model object, with the model's own name and its context beside."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "octavo",
-        "root": root,
-        "max_model_len": max_model_len,
-    }
-
-
 def _reason(reason: FinishReason | None, parser: ToolCallParser | None = None) -> str | None:
     if reason is FinishReason.STOP and parser is not None and parser.num_calls:
         return "tool_calls"

@@ -43,6 +43,7 @@ _SHARED_FIELDS: Final = frozenset(
         "stream",
         "stream_options",
         "return_token_ids",
+        "timings",
         "logprobs",
         "prompt_logprobs",
         "response_format",

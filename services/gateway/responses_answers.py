@@ -12,10 +12,11 @@ import orjson
 
 from libs.errors import OctavoError, Overloaded
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
+from services.gateway.client_call import Framing
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import known_error
 from services.gateway.responses_schema import ResponseBody
-from services.gateway.sse import PING, Framing, named_event
+from services.gateway.sse import PING, named_event
 
 RESPONSE_ID_PREFIX: Final = "resp_"
 _PLACE: Final = {"output_index": 0, "content_index": 0}

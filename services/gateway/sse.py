@@ -7,14 +7,14 @@ no ``[DONE]`` after a bad one. It must not know what events say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from aiohttp import web
 
 from libs.errors import DeadlineExceeded, OctavoError
+from services.gateway.client_call import Framing
 from services.gateway.http_errors import error_body, known_error
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -36,6 +36,11 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
+def payloads_of(events: bytes) -> list[bytes]:
+    """Return what ``event`` was given for each of these events."""
+    return [line.removeprefix(b"data: ") for line in events.split(b"\n\n")[:-1]]
+
+
 def error_event(error: OctavoError) -> bytes:
     """Return the event that ends a stream that went wrong."""
     return event(error_body(known_error(error)))
@@ -44,15 +49,6 @@ def error_event(error: OctavoError) -> bytes:
 def named_event(name: str, payload: bytes) -> bytes:
     """Return an event that has its name in a line of its own."""
     return b"event: " + name.encode() + b"\n" + event(payload)
-
-
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """What a dialect puts around its events: a sign of life, the end of a good stream, and of a bad one."""
-
-    ping: bytes
-    done: bytes
-    error_event: Callable[[OctavoError], bytes]
 
 
 OPENAI_FRAMING: Final = Framing(PING, DONE, error_event)
@@ -111,6 +107,10 @@ class SseWriter:
                 self._request.transport.abort()
             raise ConnectionResetError("The client does not read.") from None
         return response
+
+    def whole(self, body: bytes) -> web.StreamResponse:
+        """Return an answer that is no stream."""
+        return web.Response(body=body, content_type="application/json")
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:

@@ -18,12 +18,14 @@ from libs.grammar import GrammarCompiler
 from libs.kv import HASH_ALGORITHM, HashContract, PrefixHash, SharedPrefix, prefix_hashes
 from libs.text import IncrementalDetokenizer, ModelText
 from services.gateway.generation_options import TRUNCATE_TO_FIT, GenerationOptions
+from services.gateway.latency_receipt import Marks, NoMarks, Segment
 from services.gateway.output_constraints import OutputConstraint
 from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.shared_prefixes import SharedPrefixes
 
 Result = TypeVar("Result")
 
+_NO_MARKS = NoMarks()
 _LONG_TEXT_CHARACTERS = 256 * 1024
 # A character of a grammar costs as much as so many of a text; only decides which threads do the work.
 _CHARACTERS_PER_GRAMMAR_CHARACTER = 16
@@ -70,9 +72,17 @@ class TextPreparation:
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
     async def prepare(
-        self, prompts: Sequence[Prompt], options: GenerationOptions, *, cache_salt: bytes, max_model_len: int
+        self,
+        prompts: Sequence[Prompt],
+        options: GenerationOptions,
+        *,
+        cache_salt: bytes,
+        max_model_len: int,
+        marks: Marks = _NO_MARKS,
     ) -> PreparedText:
         """Render, tokenize, cut and hash a request's prompts, tokenize its bad words and try its grammar.
+
+        ``marks`` are set in the thread that does it.
 
         A prompt beyond ``max_model_len`` comes back as its tokens alone: it will not be served.
 
@@ -82,22 +92,28 @@ class TextPreparation:
         """
 
         def prepare() -> PreparedText:
+            marks.lap(Segment.TEXT_QUEUE)
             if options.constraint is not None:
                 self._check_constraint(options.constraint)
-            prepared = [self._prepare(prompt, options, cache_salt, max_model_len) for prompt in prompts]
-            return PreparedText(prepared, self._bad_words(options.bad_words))
+                marks.lap(Segment.CONSTRAINT)
+            prepared = [self._prepare(prompt, options, cache_salt, max_model_len, marks) for prompt in prompts]
+            bad_words = self._bad_words(options.bad_words)
+            marks.lap(Segment.TOKENIZE)
+            return PreparedText(prepared, bad_words)
 
         num_characters = sum(prompt.num_characters for prompt in prompts)
         if options.constraint is not None:
             num_characters += _CHARACTERS_PER_GRAMMAR_CHARACTER * options.constraint.grammar.num_characters
-        return await self.run(prepare, num_characters=num_characters)
+        text = await self.run(prepare, num_characters=num_characters)
+        marks.lap(Segment.EVENT_LOOP)
+        return text
 
     async def run(self, work: Callable[[], Result], *, num_characters: int) -> Result:
         """Do work on so much text in a thread."""
         threads = self._threads if num_characters <= _LONG_TEXT_CHARACTERS else self._long_text_thread
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    def token_ids_of(self, prompt: Prompt) -> list[int]:
+    def token_ids_of(self, prompt: Prompt, marks: Marks = _NO_MARKS) -> list[int]:
         """Render and tokenize one prompt, in the calling thread."""
         tokenizer = self.model_text.tokenizer
         match prompt:
@@ -107,6 +123,7 @@ class TextPreparation:
                     tokenizer,
                     add_generation_prompt=prompt.add_generation_prompt,
                     continue_final_message=prompt.continue_final_message,
+                    on_rendered=lambda: marks.lap(Segment.TEMPLATE),
                 )
             case TextPrompt():
                 prefix = tokenizer.definition.prompt_prefix_token_ids if prompt.add_special_tokens else ()
@@ -120,9 +137,14 @@ class TextPreparation:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(
-        self, prompt: Prompt, options: GenerationOptions, cache_salt: bytes, max_model_len: int
+        self,
+        prompt: Prompt,
+        options: GenerationOptions,
+        cache_salt: bytes,
+        max_model_len: int,
+        marks: Marks,
     ) -> PreparedPrompt:
-        all_token_ids = self.token_ids_of(prompt)
+        all_token_ids = self.token_ids_of(prompt, marks)
         if not all_token_ids:
             raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt")
         token_ids = all_token_ids[-_prompt_limit(options, max_model_len) :]
@@ -131,9 +153,11 @@ class TextPreparation:
         echoed_text = ""
         if options.echoes_prompt:
             echoed_text = self._shown_text(prompt, token_ids, options, is_cut=len(token_ids) < len(all_token_ids))
+        marks.lap(Segment.TOKENIZE)
         is_continued = not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
         shared_prefix = self._shared_prefixes.find(token_ids)
         hashes = prefix_hashes(token_ids, self.hash_contract.block_size, cache_salt, shared_prefix)
+        marks.lap(Segment.HASH)
         return PreparedPrompt(token_ids, hashes, shared_prefix, echoed_text, is_continued)
 
     def _check_constraint(self, constraint: OutputConstraint) -> None:

@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import orjson
-from aiohttp import web
-
 from libs.errors import InvalidRequest
 from libs.text import IncrementalDetokenizer
 from services.gateway.admission import Admission
 from services.gateway.anthropic_schema import parse_token_count
-from services.gateway.http_body import BodyLimits, read_json_body
-from services.gateway.identity import Tenant
+from services.gateway.client_call import ClientCall
 from services.gateway.model_access import check_access
 from services.gateway.openai_fields import check_fields
-from services.gateway.openai_schema import ModelFacts, check_model_name, parse_json, read_chat_prompt
+from services.gateway.openai_schema import ModelFacts, check_model_name, read_chat_prompt
 from services.gateway.openai_values import are_token_ids, read_boolean
 from services.gateway.prompts import Prompt, TextPrompt
 from services.gateway.text_preparation import TextPreparation
@@ -43,61 +39,57 @@ class Tokenization:
         model: ModelFacts,
         text: TextPreparation,
         admission: Admission,
-        body_limits: BodyLimits,
         max_model_len: Callable[[], int],
     ) -> None:
         self._model = model
         self._text = text
         self._admission = admission
-        self._body_limits = body_limits
         self._max_model_len = max_model_len
 
-    async def tokenize(self, http_request: web.Request, tenant: Tenant) -> web.Response:
+    async def tokenize(self, call: ClientCall[Any]) -> dict[str, Any]:
         """Return a prompt's tokens; raises OctavoError for what is no prompt."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(http_request, tenant)
+            body = await self._read(call)
             prompt = _read_prompt(body)
             returns_strings = read_boolean(body, "return_token_strs", default=False)
             token_ids = await self._text.run(
                 lambda: self._text.token_ids_of(prompt), num_characters=prompt.num_characters
             )
         texts = self._text.model_text.tokenizer.definition.token_texts
-        return _json(
-            {
-                "count": len(token_ids),
-                "max_model_len": self._max_model_len(),
-                "tokens": token_ids,
-                "token_strs": [texts[token_id] for token_id in token_ids] if returns_strings else None,
-            }
-        )
+        return {
+            "count": len(token_ids),
+            "max_model_len": self._max_model_len(),
+            "tokens": token_ids,
+            "token_strs": [texts[token_id] for token_id in token_ids] if returns_strings else None,
+        }
 
-    async def count_message_tokens(self, http_request: web.Request, tenant: Tenant) -> web.Response:
+    async def count_message_tokens(self, call: ClientCall[Any]) -> dict[str, Any]:
         """Return the number of a message request's tokens, for Anthropic's clients; raises OctavoError."""
         with self._admission.admit() as slot, slot.interruptible():
-            prompt = parse_token_count(await self._read(http_request, tenant), self._model)
+            prompt = parse_token_count(await self._read(call), self._model)
             token_ids = await self._text.run(
                 lambda: self._text.token_ids_of(prompt), num_characters=prompt.num_characters
             )
-        return _json({"input_tokens": len(token_ids)})
+        return {"input_tokens": len(token_ids)}
 
-    async def detokenize(self, http_request: web.Request, tenant: Tenant) -> web.Response:
+    async def detokenize(self, call: ClientCall[Any]) -> dict[str, Any]:
         """Return the text of tokens, control tokens included; raises OctavoError for what are no tokens."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(http_request, tenant)
+            body = await self._read(call)
             token_ids = _read_tokens(body, self._model.vocab_size)
             text = await self._text.run(
                 lambda: self._text_of(token_ids), num_characters=_CHARACTERS_PER_TOKEN * len(token_ids)
             )
-        return _json({"prompt": text})
+        return {"prompt": text}
 
-    async def _read(self, http_request: web.Request, tenant: Tenant) -> Mapping[str, Any]:
-        body = parse_json(await read_json_body(http_request, self._body_limits))
+    async def _read(self, call: ClientCall[Any]) -> Mapping[str, Any]:
+        body = await call.read_body()
         name = body.get("model")
         if name is not None:
             if not isinstance(name, str):
                 raise InvalidRequest("'model' must be a string.", param="model")
             check_model_name(name, self._model)
-        check_access(tenant, self._model, name)
+        check_access(call.caller.tenant, self._model, name)
         return body
 
     def _text_of(self, token_ids: list[int]) -> str:
@@ -122,7 +114,3 @@ def _read_tokens(body: Mapping[str, Any], vocab_size: int) -> list[int]:
     if not isinstance(token_ids, list) or not are_token_ids(token_ids, vocab_size):
         raise InvalidRequest(f"'tokens' must be a list of token ids from 0 to {vocab_size - 1}.", param="tokens")
     return token_ids
-
-
-def _json(value: Mapping[str, Any]) -> web.Response:
-    return web.Response(body=orjson.dumps(value), content_type="application/json")

@@ -16,6 +16,7 @@ from libs.protogen.router.v1 import router_pb2
 from libs.protogen.telemetry.v1 import telemetry_pb2
 from libs.rpc import duration_from_seconds, error_from_status, seconds_from_duration
 from services.gateway.audit_record import AuditRecord, RequestStatus
+from services.gateway.engine_times import EngineStall, FirstTokenReport
 from services.gateway.generation import (
     EngineUsage,
     FinishReason,
@@ -50,6 +51,21 @@ _REQUEST_STATUSES = {
     RequestStatus.GATEWAY_LOST: telemetry_pb2.REQUEST_STATUS_GATEWAY_LOST,
 }
 
+_MISS_REASONS = {
+    generation_pb2.CACHE_MISS_REASON_NOT_SEEN: "not_seen",
+    generation_pb2.CACHE_MISS_REASON_EVICTED: "evicted",
+    generation_pb2.CACHE_MISS_REASON_BEHIND_GAP: "behind_gap",
+    generation_pb2.CACHE_MISS_REASON_TAIL: "tail",
+    generation_pb2.CACHE_MISS_REASON_PROMPT_LOGPROBS: "prompt_logprobs",
+    generation_pb2.CACHE_MISS_REASON_CACHING_OFF: "caching_off",
+}
+_STALL_REASONS = {
+    generation_pb2.STALL_REASON_PREEMPTION: "preemption",
+    generation_pb2.STALL_REASON_PREFILL: "prefill",
+    generation_pb2.STALL_REASON_LONG_STEP: "long_step",
+    generation_pb2.STALL_REASON_ENGINE_WAIT: "engine_wait",
+}
+
 
 def encode_submit(submission: Submission, remaining_seconds: float) -> generation_pb2.GenerateRequest:
     """Build the command that starts a request."""
@@ -69,6 +85,9 @@ def encode_submit(submission: Submission, remaining_seconds: float) -> generatio
             ),
             choices=[generation_pb2.ChoiceState()] * submission.num_choices,
             priority=submission.priority,
+            stall_bound=None
+            if submission.stall_bound_seconds is None
+            else duration_from_seconds(submission.stall_bound_seconds),
         )
     )
 
@@ -95,6 +114,13 @@ def decode_step(message: generation_pb2.GenerateResponse) -> StepEvents:
         ends=ends,
         output_logprobs=_decode_output_logprobs(message) if message.HasField("output_logprobs") else {},
         prompt_logprobs=_decode_prompt_logprobs(message) if message.HasField("prompt_logprobs") else {},
+        step_id=message.step_id,
+        first_tokens={first.handle: _decode_first_token(first) for first in message.first_tokens},
+        accept_seconds={
+            started.request_id: seconds_from_duration(started.accept_duration)
+            for started in message.started
+            if started.HasField("accept_duration")
+        },
     )
 
 
@@ -240,6 +266,29 @@ def _decode_usage(usage: generation_pb2.Usage) -> EngineUsage:
         num_discarded_tokens=usage.num_discarded_tokens,
         num_preemptions=usage.num_preemptions,
         queue_seconds=seconds_from_duration(usage.queue_duration),
+        prefill_seconds=seconds_from_duration(usage.prefill_duration),
+        decode_seconds=seconds_from_duration(usage.decode_duration),
+        stalls=tuple(_decode_stall(stall) for stall in usage.stalls),
+        num_stalls=usage.num_stalls,
+    )
+
+
+def _decode_first_token(first: generation_pb2.FirstToken) -> FirstTokenReport:
+    return FirstTokenReport(
+        queue_seconds=seconds_from_duration(first.queue_duration),
+        prefill_seconds=seconds_from_duration(first.prefill_duration),
+        num_cached_tokens=first.num_cached_tokens,
+        misses={_MISS_REASONS.get(miss.reason, "unknown"): miss.num_tokens for miss in first.misses},
+    )
+
+
+def _decode_stall(stall: generation_pb2.Stall) -> EngineStall:
+    return EngineStall(
+        step_id=stall.step_id,
+        gap_seconds=seconds_from_duration(stall.gap),
+        reason=_STALL_REASONS.get(stall.reason, "unknown"),
+        step_seconds=seconds_from_duration(stall.step_duration),
+        num_prefill_tokens=stall.num_prefill_tokens,
     )
 
 

@@ -15,6 +15,9 @@ class RouterConfig:
     instance_id: str = setting("router-0", "Name of this process in logs.")
     log_level: str = setting("info", "Least level of logs: debug, info, warning or error.")
     metrics_port: int = setting(0, "Port of Prometheus metrics; 0 serves none.")
+    otlp_endpoint: str = setting(
+        "", "Where spans go by OTLP over gRPC, for example http://127.0.0.1:4317; none when empty.", unit="url"
+    )
     redis_url: str | None = setting(None, "Redis that holds the engines' leases; unset for none.")
     engine_addresses: tuple[str, ...] = setting((), "Engines to watch beside those with a lease, by address.")
 

@@ -14,6 +14,7 @@ from libs.config import load
 from libs.lifecycle import Lifecycle, run
 from libs.obs import configure_logging, get_logger
 from libs.obs.metrics import RouterMetrics, serve_metrics
+from libs.obs.tracers import open_tracer
 from libs.registry import NodeRegistry, PrefixRegistry, make_redis
 from libs.rpc import make_server
 from services.router.clients import watch_engine
@@ -39,6 +40,7 @@ async def _serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
     metrics = RouterMetrics(CollectorRegistry())
     redis = make_redis(config.redis_url) if config.redis_url else None
     writer = _make_writer(config, redis, metrics) if redis is not None else None
+    tracer = open_tracer(config.otlp_endpoint, tier="router", instance_id=config.instance_id)
     directory = EngineDirectory(
         report_lag_seconds=config.report_lag_seconds,
         load_stale_seconds=config.load_stale_seconds,
@@ -51,6 +53,7 @@ async def _serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
         metrics=metrics,
         clock=time.monotonic,
         on_placed=writer.note if writer is not None else _forget,
+        tracer=tracer,
     )
     watcher = EngineWatcher(
         config,
@@ -85,6 +88,7 @@ async def _serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
         await redis.aclose()
     if metrics_server is not None:
         await asyncio.to_thread(metrics_server.shutdown)
+    await asyncio.to_thread(tracer.close)
     _log.info("router stopped")
 
 

@@ -27,6 +27,7 @@ from libs.errors import (
 )
 from libs.obs import get_logger
 from libs.obs.metrics import RouterMetrics
+from libs.obs.tracing import NO_TRACER, SpanKind, Tracer
 from services.router.config import RouterConfig
 from services.router.engine_directory import EngineDirectory
 from services.router.fair_queue import FairQueue, LaneKey, QueueFull, WaitingRequest
@@ -52,6 +53,7 @@ GatewayId = NewType("GatewayId", int)
 
 # Retry-After is in whole seconds.
 _MIN_RETRY_AFTER_SECONDS = 1.0
+_NANOS_PER_SECOND = 1_000_000_000
 
 _log = get_logger("placement")
 
@@ -137,7 +139,9 @@ class Placement:
         metrics: RouterMetrics,
         clock: Callable[[], float],
         on_placed: Callable[[PlacementRequest, ScoredCandidate], None],
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._tracer = tracer
         self._config = config
         self._directory = directory
         self._policy = policy
@@ -316,6 +320,7 @@ class Placement:
             num_cached_tokens=expected.num_cached_tokens,
             predicted_wait_seconds=expected.wait_seconds,
         )
+        self._trace(waiting, now, engine_id=engine_id, error=None)
 
     def _wait(self, waiting: WaitingRequest, now: float) -> None:
         try:
@@ -345,6 +350,21 @@ class Placement:
             traceparent=request.traceparent,
             reason=reason,
         )
+        self._trace(waiting, now, engine_id="", error=reason)
+
+    def _trace(self, waiting: WaitingRequest, now: float, *, engine_id: str, error: str | None) -> None:
+        """Make the span of a request's wait, where it is traced."""
+        request = waiting.request
+        if request.traceparent is None:
+            return
+        span = self._tracer.start(
+            "octavo.router.place",
+            traceparent=request.traceparent,
+            start_ns=round(waiting.enqueued_at * _NANOS_PER_SECOND),
+            kind=SpanKind.SERVER,
+            attributes={"octavo.request_id": request.request_id, "octavo.engine_id": engine_id},
+        )
+        span.end(round(now * _NANOS_PER_SECOND), error=error)
 
     def _raise_if_hopeless(
         self, shortage: Shortage, engines: Sequence[EngineFacts], request: PlacementRequest

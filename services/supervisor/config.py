@@ -28,6 +28,8 @@ class UpConfig:
 
     host: str = setting("127.0.0.1", "Address that the gateway listens on for HTTP.")
     port: int = setting(8000, "Port that the gateway listens on; 0 takes a free one.")
+    grpc_host: str = setting("127.0.0.1", "Address that the gateway listens on for gRPC.")
+    grpc_port: int = setting(0, "Port that the gateway listens on for gRPC; 0 takes a free one.")
     model: str = setting(
         "smollm2-135m-instruct", "Model to serve: smollm2-135m-instruct or gemma3-270m, a folder, or a .gguf file."
     )
@@ -46,6 +48,9 @@ class UpConfig:
     )
     redis_url: str | None = setting(None, "Redis to use instead of the embedded Valkey.")
     clickhouse_url: str | None = setting(None, "ClickHouse to use instead of the embedded one.")
+    otlp_endpoint: str | None = setting(
+        None, "Where gateway, router and engines send spans by OTLP over gRPC, for example http://127.0.0.1:4317."
+    )
     set: tuple[str, ...] = setting(
         (),
         "tier.field=value, passed to every process of that tier; the flag can be repeated (in the environment, "
@@ -74,8 +79,9 @@ class UpConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
-        if not 0 <= self.port <= 65_535:
-            raise ValueError(f"port must be between 0 and 65535, not {self.port}.")
+        for name in ("port", "grpc_port"):
+            if not 0 <= getattr(self, name) <= 65_535:
+                raise ValueError(f"{name} must be between 0 and 65535, not {getattr(self, name)}.")
         if not 1 <= self.engines <= _MAX_ENGINES:
             raise ValueError(f"engines must be between 1 and {_MAX_ENGINES}, not {self.engines}.")
         if not 1 <= self.tensor_parallel_size <= _MAX_RANKS:
@@ -86,6 +92,7 @@ class UpConfig:
             raise ValueError(f"background_nice must be between 0 and 19, not {self.background_nice}.")
         _require_scheme("redis_url", self.redis_url, ("redis", "rediss", "unix"))
         _require_scheme("clickhouse_url", self.clickhouse_url, ("http", "https"))
+        _require_scheme("otlp_endpoint", self.otlp_endpoint, ("http", "https"))
         for name in ("ready_timeout_seconds", "drain_timeout_seconds", "worker_silence_seconds"):
             # Written so that NaN fails, too.
             if not getattr(self, name) > 0:

@@ -41,6 +41,7 @@ class RunState:
     supervisor_pid: int
     is_ready: bool
     base_url: str
+    grpc_address: str
     redis_url: str
     clickhouse_url: str
     socket_dir: str

@@ -58,6 +58,7 @@ def _up(options: UpOptions, tier_command: tuple[str, ...]) -> bool:
     config = options.config
     # All that can be known to fail is tried before weights are loaded.
     port = claim_port(config.host, config.port)
+    grpc_port = claim_port(config.grpc_host, config.grpc_port, flag="--grpc-port")
     model_name = config.served_model_name or _model_name(config.model)
     with open_data_dir(Path(config.data_dir).resolve()) as data_dir, private_socket_dir() as socket_dir:
         places = Places(
@@ -65,6 +66,7 @@ def _up(options: UpOptions, tier_command: tuple[str, ...]) -> bool:
             socket_dir=socket_dir,
             tier_command=tier_command,
             gateway_port=port,
+            gateway_grpc_port=grpc_port,
             served_model_name=model_name,
             num_cores=_num_cores(),
             clickhouse_port=claim_port("127.0.0.1", 0) if config.clickhouse_url is None else None,
@@ -144,6 +146,7 @@ class _Session:
             supervisor_pid=os.getpid(),
             is_ready=self._is_ready,
             base_url=self._plan.base_url,
+            grpc_address=self._plan.grpc_address,
             redis_url=self._plan.redis_url,
             clickhouse_url=self._plan.clickhouse_url,
             socket_dir=str(self._socket_dir),

@@ -86,6 +86,7 @@ class Places:
     # The command that runs a tier: the tier's name and its flags follow.
     tier_command: tuple[str, ...]
     gateway_port: int
+    gateway_grpc_port: int
     # The name that clients use for the model.
     served_model_name: str
     num_cores: int
@@ -100,6 +101,7 @@ class UpPlan:
 
     processes: tuple[ProcessPlan, ...]
     base_url: str
+    grpc_address: str
     redis_url: str
     clickhouse_url: str
 
@@ -108,6 +110,7 @@ class UpPlan:
 _AFTER_DRAIN_SECONDS = 13.0
 # What the KV caches of all workers of one machine may take of its free memory.
 _KV_CACHE_MEMORY_FRACTION = 0.6
+_TRACED_TIERS = ("gateway", "router", "engine")
 _HEALTH_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
@@ -144,9 +147,9 @@ class _Planner:
         ]
         if self._places.clickhouse_port is not None:
             processes.append(self._clickhouse(self._places.clickhouse_port))
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        base_url = f"http://{host}:{self._places.gateway_port}"
-        return UpPlan(tuple(processes), base_url, self._redis_url, self._clickhouse_url)
+        base_url = f"http://{_in_url(self._config.host)}:{self._places.gateway_port}"
+        grpc_address = f"{_in_url(self._config.grpc_host)}:{self._places.gateway_grpc_port}"
+        return UpPlan(tuple(processes), base_url, grpc_address, self._redis_url, self._clickhouse_url)
 
     def _valkey(self, binary: Path) -> ProcessPlan:
         socket_path = self._places.socket_dir / "valkey.sock"
@@ -242,6 +245,8 @@ class _Planner:
             "gateway-id": "gateway-0",
             "host": host,
             "port": str(port),
+            "grpc-host": self._config.grpc_host,
+            "grpc-port": str(self._places.gateway_grpc_port),
             "model": self._config.model,
             "served-model-name": self._places.served_model_name,
             "router-address": self._address("router"),
@@ -300,7 +305,12 @@ class _Planner:
         own = (f"--{flag}={value}" for flag, value in flags.items())
         passed = (setting.flag for setting in self._options.tier_settings if setting.tier == tier)
         shares = self._shares_of_workers() if tier == "worker" else ()
-        return (*self._places.tier_command, tier, *file, *own, *shares, *passed)
+        return (*self._places.tier_command, tier, *file, *own, *self._tracing(tier), *shares, *passed)
+
+    def _tracing(self, tier: str) -> Iterator[str]:
+        """Tell those who make spans where they go."""
+        if self._config.otlp_endpoint and tier in _TRACED_TIERS:
+            yield f"--otlp-endpoint={self._config.otlp_endpoint}"
 
     def _shares_of_workers(self) -> Iterator[str]:
         """Divide cores and memory between workers, unless the user does: each expects a whole machine."""
@@ -319,3 +329,7 @@ class _Planner:
                     f"`octavo up` sets {tier}.{key.field} itself, so it cannot be set by {key.source}; "
                     "use the flags of `octavo up` (see `octavo up --help`) or start the tiers one by one."
                 )
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

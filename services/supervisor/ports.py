@@ -8,8 +8,8 @@ import socket
 from services.supervisor.failures import UpFailed
 
 
-def claim_port(host: str, port: int) -> int:
-    """Return a port on ``host`` that can be listened on now: ``port``, or a free one for 0.
+def claim_port(host: str, port: int, *, flag: str = "--port") -> int:
+    """Return a port on ``host`` that can be listened on now: ``port``, or a free one for 0; ``flag`` sets it.
 
     Raises:
         UpFailed: when it is taken, or the address is not one of this machine.
@@ -29,6 +29,6 @@ def claim_port(host: str, port: int) -> int:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UpFailed(
-                f"Port {port} on {host} is taken by another process; stop it or choose another with --port."
+                f"Port {port} on {host} is taken by another process; stop it or choose another with {flag}."
             ) from error
         raise UpFailed(f"Port {port} on {host} cannot be listened on: {error.strerror}.") from error

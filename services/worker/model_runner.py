@@ -115,6 +115,7 @@ class TorchRunner:
         path = resolve_model_path(self._config.model)
         text = load_model_text(path)
         source = open_weights(path)
+        max_model_len = _max_model_len(request, min(text.max_model_len, source.config.max_position))
         shard = plan_shard(source.config, request.rank, request.tensor_parallel_size)
         config = shard.config_of(source.config)
         statement = self._state_memory(request, config)
@@ -135,18 +136,13 @@ class TorchRunner:
             on_progress(LoadProgress("allocating the KV cache", reader.total_bytes, reader.total_bytes))
             machine_limits = model.measure_limits()
             plan = self._plan_cache(request, config, measure_memory())
-            group = self._form_group(
-                self._membership(request, source.config, model, plan),
-                lambda: on_progress(
-                    LoadProgress("waiting for the other ranks", reader.total_bytes, reader.total_bytes)
-                ),
-            )
-            cache = model.make_cache(dataclasses.replace(plan, num_blocks=group.num_blocks))
-            if group.exchange is not None:
-                model.join(group.exchange)
+            waiting = LoadProgress("waiting for the other ranks", reader.total_bytes, reader.total_bytes)
+            membership = self._membership(request, source.config, model, plan)
+            group = self._form_group(membership, lambda: on_progress(waiting))
+            cache = _make_cache(model, plan, group)
         limits = BatchLimits(
             max_num_seqs=request.max_num_seqs,
-            max_model_len=_max_model_len(request, min(text.max_model_len, source.config.max_position)),
+            max_model_len=max_model_len,
             max_num_batched_tokens=request.max_num_batched_tokens,
             num_blocks=cache.plan.num_blocks,
             block_size=request.block_size,
@@ -399,6 +395,18 @@ class _Loaded:
             self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
             for slot in batch.slots[is_failed].tolist()
         ]
+
+
+def _make_cache(model: ForwardPass, plan: KVCachePlan, group: RankGroup) -> KVCache:
+    """Allocate the cache that all ranks have room for, and join them; the group is left when that fails."""
+    try:
+        cache = model.make_cache(dataclasses.replace(plan, num_blocks=group.num_blocks))
+        if group.exchange is not None:
+            model.join(group.exchange)
+    except Exception:
+        group.leave()
+        raise
+    return cache
 
 
 def _require_memory_for_weights(needed_bytes: int, kept_as: torch.dtype, memory: MemoryState) -> None:

@@ -674,3 +674,26 @@ async def test_an_engine_without_its_worker_says_that_it_is_starting() -> None:
     assert "loading" in str(error_of(end))
     assert response.engine.state == engine_pb2.ENGINE_STATE_STARTING
     assert response.engine.engine_id == "engine-0"
+
+
+async def test_tells_those_who_ask_how_their_first_token_came_and_where_they_stalled() -> None:
+    bound = duration_from_seconds(0.02)
+
+    async with running_engine(FakeWorker(step_seconds=0.05)) as engine, engine.gateway() as gateway:
+        await gateway.submit("asking", [20] * 40, 3, stall_bound=bound)
+        await gateway.submit("silent", [21] * 40, 3)
+        ends = [await gateway.end_of(request_id) for request_id in ("asking", "silent")]
+
+    asking, silent = ends[0].usage, ends[1].usage
+    [first] = [first for message in gateway.messages for first in message.first_tokens]
+    accepted = [started.HasField("accept_duration") for message in gateway.messages for started in message.started]
+    assert accepted == [True, False]
+    assert [first.handle] == gateway.handles["asking"]
+    assert {miss.reason: miss.num_tokens for miss in first.misses} == {
+        generation_pb2.CACHE_MISS_REASON_NOT_SEEN: 32,
+        generation_pb2.CACHE_MISS_REASON_TAIL: 8,
+    }
+    assert first.prefill_duration.ToTimedelta().total_seconds() >= 0.05
+    # Its two gaps; the worker says that its steps take a millisecond, so that they explain none.
+    assert [stall.reason for stall in asking.stalls] == [generation_pb2.STALL_REASON_ENGINE_WAIT] * 2
+    assert (asking.num_stalls, silent.num_stalls) == (2, 0)

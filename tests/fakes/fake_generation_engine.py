@@ -7,6 +7,7 @@ faults are given.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from libs.errors import OctavoError
 from libs.kv import HASH_ALGORITHM, HashContract
 from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
 from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
-from libs.rpc import Registration, make_server, status_from_error
+from libs.rpc import Registration, duration_from_seconds, make_server, status_from_error
 
 _WAIT_SECONDS = 10.0
 
@@ -58,6 +59,7 @@ class _Running:
     script: Script
     task: asyncio.Task[None] | None = None
     num_sent: int = 0
+    start_time: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -268,6 +270,8 @@ class _Stream:
             return
         handles = [running.handle for running in choices]
         started = generation_pb2.Started(request_id=submit.request_id, handles=handles)
+        if submit.HasField("stall_bound"):
+            started.accept_duration.CopyFrom(duration_from_seconds(0.0))
         self._send(generation_pb2.GenerateResponse(started=[started]))
         if submit.sampling_params.HasField("num_prompt_logprobs"):
             self._measure_prompt(choices[0])
@@ -360,11 +364,27 @@ class _Stream:
         message = generation_pb2.GenerateResponse(
             handles=[running.handle], num_tokens=[len(token_ids)], token_ids=token_ids
         )
+        if running.submit.HasField("stall_bound") and running.num_sent == len(token_ids):
+            message.first_tokens.append(self._first_token(running))
         params = running.submit.sampling_params
         if params.HasField("num_logprobs"):
             message.output_logprobs.handles.append(running.handle)
             message.output_logprobs.tokens.CopyFrom(measured(token_ids, params.num_logprobs))
         return message
+
+    def _first_token(self, running: _Running) -> generation_pb2.FirstToken:
+        num_prompt_tokens, num_cached_tokens = (
+            len(running.submit.prompt_token_ids),
+            running.script.num_cached_tokens,
+        )
+        reason = generation_pb2.CACHE_MISS_REASON_NOT_SEEN
+        return generation_pb2.FirstToken(
+            handle=running.handle,
+            queue_duration=duration_from_seconds(0.0),
+            prefill_duration=duration_from_seconds(time.monotonic() - running.start_time),
+            num_cached_tokens=num_cached_tokens,
+            misses=[generation_pb2.CacheMiss(reason=reason, num_tokens=num_prompt_tokens - num_cached_tokens)],
+        )
 
     def _usage(self, running: _Running) -> generation_pb2.Usage:
         return generation_pb2.Usage(

@@ -33,6 +33,11 @@ class Gateway:
     http: aiohttp.ClientSession
     log: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def grpc_address(self) -> str:
+        """Where it listens for gRPC."""
+        return str(next(event["grpc_address"] for event in self.log if event["event"] == "gateway listens"))
+
     async def wait_ready(self) -> None:
         """Wait until /readyz says so."""
         async with asyncio.timeout(_START_SECONDS):
@@ -85,12 +90,15 @@ class Stand:
 class open_stand:  # Reads as the context manager that it is.
     """Start the fakes, and a gateway between them."""
 
-    def __init__(self, data_dir: Path, *flags: str, with_router: bool = True) -> None:
+    def __init__(
+        self, data_dir: Path, *flags: str, with_router: bool = True, model_path: Path | None = None
+    ) -> None:
         self._data_dir, self._flags, self._with_router = data_dir, flags, with_router
+        self._model_path = resolve_model_path(MODEL_NAME) if model_path is None else model_path
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Stand:
-        model_text = load_model_text(resolve_model_path(MODEL_NAME))
+        model_text = load_model_text(self._model_path)
         engine = FakeGenerationEngine(tokenizer_digest=model_text.tokenizer_digest)
         router, telemetry = FakeRouter([engine]), FakeTelemetry()
         for fake in (engine, router, telemetry):
@@ -100,7 +108,11 @@ class open_stand:  # Reads as the context manager that it is.
             ["--router-address", router.address] if self._with_router else ["--engine-addresses", engine.address]
         )
         gateway = await self._stack.enter_async_context(
-            run_gateway(self._data_dir, "--telemetry-address", telemetry.address, *engines, *self._flags)
+            run_gateway(
+                self._data_dir,
+                *("--telemetry-address", telemetry.address, *engines),
+                *("--model", str(self._model_path), "--served-model-name", MODEL_NAME, *self._flags),
+            )
         )
         await gateway.wait_ready()
         return Stand(engine, router, telemetry, model_text, gateway)

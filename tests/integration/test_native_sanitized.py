@@ -17,6 +17,7 @@ TIMEOUT_SECONDS = 1_800.0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT_SECONDS)
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizer's runtime as Linux does")
 def test_the_kernels_tests_pass_under_sanitizers() -> None:
     try:

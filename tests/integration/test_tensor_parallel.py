@@ -10,7 +10,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -165,11 +165,12 @@ async def streams_that_are_told(session: aiohttp.ClientSession) -> AsyncIterator
 def exit_code_of(octavo: RunningOctavo, name: str, pid: int) -> int:
     """Return the exit code that the supervisor's log has for a process that it has started again since."""
     octavo.wait_until_healthy(name, after_pid=pid)
-    ends = [event for event in events_of(octavo) if event["event"] == "process ended" and event["process"] == name]
+    ends = [event for event in events_of(octavo, "process ended") if event["process"] == name]
     return int(ends[-1]["exit_code"])
 
 
-def events_of(octavo: RunningOctavo) -> Iterator[dict[str, Any]]:
-    for line in octavo.stderr().splitlines():
-        with suppress(ValueError):
-            yield json.loads(line)
+def events_of(octavo: RunningOctavo, name: str) -> list[dict[str, Any]]:
+    """Return the supervisor's log lines of one kind."""
+    prefix = "[up] "
+    lines = [line.removeprefix(prefix) for line in octavo.stderr().splitlines() if line.startswith(prefix)]
+    return [event for event in map(json.loads, lines) if event["event"] == name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,8 +12,10 @@ import numpy.typing as npt
 from libs.kv import PrefixHash, PrefixHasher
 from libs.kv.block_pool import BlockCounts, BlockPool, PoolChanges
 from services.engine.core.block_layout import BlockLayout
+from services.engine.core.recent_hashes import RecentHashes
 from services.engine.core.request import Sequence
 from services.engine.core.sequence_table import SequenceTable, Slots
+from services.engine.core.timings import CacheMissReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class BlockCopy:
 
 NO_HIT = PrefixHit((), 0, 0)
 
+# Evicted hashes that are remembered, only to tell why a prompt was not cached: about 10 MB.
+_MAX_REMEMBERED_HASHES = 65_536
+
 
 class KVCacheManager:
     """The only caller of the block pool; writes the block tables in the sequence table."""
@@ -57,6 +63,7 @@ class KVCacheManager:
         self._table = table
         self._pool = BlockPool(num_blocks)
         self._enable_prefix_caching = enable_prefix_caching
+        self._evicted = RecentHashes(_MAX_REMEMBERED_HASHES)
 
     @property
     def num_blocks(self) -> int:
@@ -92,6 +99,30 @@ class KVCacheManager:
         self.hash_known_tokens(sequence)
         blocks = self._pool.find_longest_prefix(sequence.prefix_hashes[: max_num_tokens // self.block_size])
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size, self._pool.count_evictable(blocks))
+
+    def explain_misses(self, sequence: Sequence, hit: PrefixHit) -> dict[CacheMissReason, int]:
+        """Say why the prompt's tokens beyond the hit must be computed; the counts add up to them.
+
+        A block that was evicted longer ago than is remembered counts as not seen.
+        """
+        num_missed = sequence.num_prompt_tokens - min(hit.num_tokens, sequence.num_prompt_tokens)
+        last_useful = (sequence.num_prompt_tokens - 1) // self.block_size
+        num_blocks_missed = max(0, last_useful - len(hit.block_ids)) if hit.copied_block_id is None else 0
+        misses: Counter[CacheMissReason] = Counter()
+        misses[CacheMissReason.TAIL] = num_missed - num_blocks_missed * self.block_size
+        if not self._enable_prefix_caching:
+            misses[CacheMissReason.CACHING_OFF] = num_blocks_missed * self.block_size
+        elif sequence.num_prompt_logprobs_left:
+            misses[CacheMissReason.PROMPT_LOGPROBS] = num_blocks_missed * self.block_size
+        else:
+            for prefix_hash in sequence.prefix_hashes[len(hit.block_ids) : last_useful]:
+                misses[self._miss_of(prefix_hash)] += self.block_size
+        return {reason: count for reason, count in misses.items() if count}
+
+    def _miss_of(self, prefix_hash: PrefixHash) -> CacheMissReason:
+        if self._pool.find_longest_prefix((prefix_hash,)):
+            return CacheMissReason.BEHIND_GAP
+        return CacheMissReason.EVICTED if prefix_hash in self._evicted else CacheMissReason.NOT_SEEN
 
     def hash_known_tokens(self, sequence: Sequence) -> None:
         """Complete the hash chain of a sequence without a slot."""
@@ -174,7 +205,9 @@ class KVCacheManager:
 
     def take_changes(self) -> PoolChanges:
         """Return changes of the prefix cache since the last call."""
-        return self._pool.take_changes()
+        changes = self._pool.take_changes()
+        self._evicted.add(changes.removed)
+        return changes
 
     def cached_hashes(self) -> Iterator[tuple[PrefixHash, int]]:
         """Iterate over the prefix cache."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from libs.errors import OctavoError
 from libs.kv import PrefixHash, SharedPrefix
+from services.engine.core.timings import FirstToken, Stall, Timings
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -39,7 +40,9 @@ class Request:
     ``sampling_params`` is opaque here: it is handed to the workers with each new sequence. ``owner`` is the stream
     that asked, ``deadline`` a point on the caller's clock. ``choices`` holds, for each choice, the output ids that
     were emitted elsewhere before this engine took over. ``num_logprobs`` and ``num_prompt_logprobs`` are the
-    alternatives beside the log-probabilities of output and prompt tokens; None wants neither.
+    alternatives beside the log-probabilities of output and prompt tokens; None wants neither. With
+    ``stall_bound_seconds`` timings are kept: every gap between two tokens that is longer is told. ``traceparent``
+    is the W3C trace context of whoever asked.
     """
 
     request_id: str
@@ -55,6 +58,8 @@ class Request:
     choices: tuple[TokenIds, ...] = field(default_factory=lambda: (np.empty(0, np.uint32),))
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    stall_bound_seconds: float | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,9 @@ class Usage:
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    # The first gaps beyond the request's bound, and how many there were.
+    stalls: tuple[Stall, ...] = ()
+    num_stalls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +90,7 @@ class SequenceEnd:
     reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: OctavoError | None = None
+    traceparent: str | None = None
 
 
 @dataclass(slots=True)
@@ -110,6 +119,7 @@ class Sequence:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     num_prompt_logprobs_reported: int = 0
+    timings: Timings | None = None
 
     @property
     def order(self) -> tuple[float, int]:
@@ -136,6 +146,20 @@ class Sequence:
             return 0
         return self.num_prompt_tokens - 1 - self.num_prompt_logprobs_reported
 
+    def first_token(self) -> FirstToken:
+        """Say how the first token came about, when it has come, of a sequence that asked for timings."""
+        assert self.timings is not None, f"handle {self.handle} asked for no timings"
+        assert self.first_scheduled_time is not None, f"handle {self.handle} was never scheduled"
+        assert self.first_token_time is not None, f"handle {self.handle} has no token yet"
+        return FirstToken(
+            handle=self.handle,
+            owner=self.request.owner,
+            queue_seconds=self.first_scheduled_time - self.arrival_time,
+            prefill_seconds=self.first_token_time - self.first_scheduled_time,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            misses=self.timings.misses,
+        )
+
     def usage(self, *, num_tokens: int, now: float, num_discarded_tokens: int = 0) -> Usage:
         """Sum up at the end, when ``num_tokens`` are known."""
         scheduled = now if self.first_scheduled_time is None else self.first_scheduled_time
@@ -149,4 +173,6 @@ class Sequence:
             queue_seconds=scheduled - self.arrival_time,
             prefill_seconds=first_token - scheduled,
             decode_seconds=now - first_token,
+            stalls=() if self.timings is None else tuple(self.timings.stalls),
+            num_stalls=0 if self.timings is None else self.timings.num_stalls,
         )

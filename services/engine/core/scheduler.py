@@ -50,9 +50,11 @@ from services.engine.core.scheduler_output import (
     StepResult,
 )
 from services.engine.core.sequence_table import SequenceTable, Slots
+from services.engine.core.stall_watch import StallWatch
 from services.engine.core.step_cost import StepCostModel, StepWork
 from services.engine.core.step_plan import Counts, StepPlan
 from services.engine.core.submission_rules import refuse_unservable
+from services.engine.core.timings import FirstToken, Timings
 from services.engine.core.token_budget import TokenBudget
 
 _NO_BLOCKS = np.empty(0, np.int32)
@@ -83,6 +85,7 @@ class Scheduler:
         self._finish_rules = FinishRules(config.eos_token_ids)
         self._output_forecast = OutputForecast()
         self._cost_model = StepCostModel()
+        self._stall_watch = StallWatch(self._table)
         self._admission_rules = self._make_admission_rules()
         self._sequences: dict[str, list[Sequence]] = {}
         self._num_arrivals = 0
@@ -227,6 +230,7 @@ class Scheduler:
                 place_time=now - request.priority * self.config.aging_seconds,
                 token_ids=np.concatenate((request.prompt_token_ids, output_token_ids)),
                 num_prior_output_tokens=len(output_token_ids),
+                timings=None if request.stall_bound_seconds is None else Timings(),
             )
             for choice_index, output_token_ids in enumerate(request.choices)
         ]
@@ -323,7 +327,9 @@ class Scheduler:
         slots, positions = output.slots[is_answered], output.num_computed_tokens[is_answered]
         token_ids = result.token_ids[is_answered[output.is_sampled & ~is_failed]]
         table.token_ids[slots, positions] = token_ids
-        self._note_first_tokens(slots, now)
+        first_tokens = self._note_first_tokens(slots, now)
+        if table.num_wanting_timings:
+            self._stall_watch.note(output, result.step_seconds, slots, now)
         handles, owners = table.handles[slots].copy(), table.owners[slots].copy()
         of_output = output_logprobs(table, slots, result.output_logprobs)
         is_stopped = self._finish_rules.find_stopped(table, slots, token_ids)
@@ -337,7 +343,9 @@ class Scheduler:
             )
             for index in np.flatnonzero(is_ended).tolist()
         ]
-        return StepEvents(output.step_id, handles, owners, token_ids, tuple(ends), of_output, of_prompts)
+        return StepEvents(
+            output.step_id, handles, owners, token_ids, tuple(ends), of_output, of_prompts, first_tokens
+        )
 
     # ---- parts of schedule ----
 
@@ -464,6 +472,8 @@ class Scheduler:
             sequence.first_scheduled_time = now
             # Only prompt tokens count as cached; a resumed request may also hit its own output.
             sequence.num_cached_tokens = min(hit.num_tokens, sequence.num_prompt_tokens)
+            if sequence.timings is not None:
+                sequence.timings.misses = self._manager.explain_misses(sequence, hit)
         if self.config.enable_prefix_caching:
             self._prefix_work.begin(sequence.handle, sequence.prefix_hashes[len(hit.block_ids) :])
         slots, counts = np.array([slot]), np.array([num_tokens])
@@ -548,14 +558,18 @@ class Scheduler:
                 f"but the worker answered for {result.slots.tolist()} and failed {failed}."
             )
 
-    def _note_first_tokens(self, slots: Slots, now: float) -> None:
+    def _note_first_tokens(self, slots: Slots, now: float) -> tuple[FirstToken, ...]:
+        first_tokens: list[FirstToken] = []
         for slot in slots[~self._table.has_first_token[slots]].tolist():
             sequence = self._table.sequence_at(slot)
             sequence.first_token_time = now
             if sequence.num_prompt_logprobs_left:
                 raise InternalError(f"Slot {slot} has a token before all log-probabilities of its prompt.")
             self._queue.wake(_prompt_of(sequence))
+            if sequence.timings is not None:
+                first_tokens.append(sequence.first_token())
         self._table.has_first_token[slots] = True
+        return tuple(first_tokens)
 
     # ---- ends: the one place that frees ----
 
@@ -591,6 +605,7 @@ class Scheduler:
             reason=reason,
             stop_token_id=stop_token_id,
             error=error,
+            traceparent=sequence.request.traceparent,
         )
 
     def _end_failed(self, slot: int, error: OctavoError, now: float) -> SequenceEnd:

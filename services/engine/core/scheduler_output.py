@@ -13,6 +13,7 @@ from services.engine.core.logprobs import HandleLogprobs, SlotLogprobs, SlotProm
 from services.engine.core.request import SequenceEnd, TokenIds
 from services.engine.core.sequence_table import Slots
 from services.engine.core.step_cost import StepWork
+from services.engine.core.timings import FirstToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +109,5 @@ class StepEvents:
     ends: tuple[SequenceEnd, ...]
     output_logprobs: HandleLogprobs | None = None
     prompt_logprobs: HandleLogprobs | None = None
+    # Of the sequences that asked for timings and got their first token.
+    first_tokens: tuple[FirstToken, ...] = ()

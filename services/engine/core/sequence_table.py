@@ -38,6 +38,10 @@ class SequenceTable:
         self.has_stop_token_ids = np.zeros(max_num_seqs, np.bool_)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_wanting_logprobs = 0
+        # Of rows that asked for timings; no gap is beyond the bound of the others.
+        self.stall_bounds = np.full(max_num_seqs, np.inf)
+        self.last_token_times = np.zeros(max_num_seqs)
+        self.num_wanting_timings = 0
         self.arrival_numbers = np.zeros(max_num_seqs, np.int64)
         self.priorities = np.zeros(max_num_seqs, np.int64)
         self.place_times = np.zeros(max_num_seqs, np.float64)
@@ -91,6 +95,7 @@ class SequenceTable:
         self.has_stop_token_ids[slot] = bool(sequence.request.stop_criteria.stop_token_ids)
         self.wants_logprobs[slot] = sequence.request.num_logprobs is not None
         self.num_wanting_logprobs += sequence.request.num_logprobs is not None
+        self._take_timings(slot, sequence)
         self.has_first_token[slot] = sequence.first_token_time is not None
         self.work_done[slot] = 0
         self.terms[slot] += 1
@@ -108,12 +113,24 @@ class SequenceTable:
         sequence.num_computed_tokens_total += int(self.work_done[slot])
         sequence.slot = None
         self.num_wanting_logprobs -= sequence.request.num_logprobs is not None
+        if sequence.timings is not None:
+            sequence.timings.last_token_time = float(self.last_token_times[slot])
+            self.num_wanting_timings -= 1
         self.handles[slot] = NO_HANDLE
         self.terms[slot] += 1
         self.sequences[slot] = None
         self._is_active[slot] = False
         self._active_slots = None
         self._free_slots.append(slot)
+
+    def _take_timings(self, slot: int, sequence: Sequence) -> None:
+        timings, bound = sequence.timings, sequence.request.stall_bound_seconds
+        if timings is None or bound is None:
+            self.stall_bounds[slot] = np.inf
+            return
+        self.stall_bounds[slot] = bound
+        self.last_token_times[slot] = timings.last_token_time
+        self.num_wanting_timings += 1
 
     def in_line(self, slots: Slots) -> Slots:
         """Return the rows by place in line."""

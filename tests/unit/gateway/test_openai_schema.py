@@ -75,6 +75,7 @@ def test_a_minimal_request_has_the_documented_defaults() -> None:
             includes_usage=False,
             has_continuous_usage=False,
             returns_token_ids=False,
+            returns_timings=False,
             num_logprobs=None,
             num_prompt_logprobs=None,
             num_echoed_logprobs=None,

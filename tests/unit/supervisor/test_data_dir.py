@@ -18,7 +18,7 @@ from services.supervisor.failures import UpFailed
 
 def _state(supervisor_pid: int) -> RunState:
     child = RunningProcess(pid=None, address="a", num_restarts=0, is_healthy=False, log="l")
-    return RunState(supervisor_pid, False, "http://x", "redis://x", "http://c", "/s", {"router": child})
+    return RunState(supervisor_pid, False, "http://x", "x:1", "redis://x", "http://c", "/s", {"router": child})
 
 
 def test_makes_its_parts_and_keeps_itself_out_of_repositories(tmp_path: Path) -> None:

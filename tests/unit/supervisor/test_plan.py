@@ -16,6 +16,7 @@ _PLACES = Places(
     socket_dir=Path("/run/o"),
     tier_command=("octavo",),
     gateway_port=8000,
+    gateway_grpc_port=9000,
     served_model_name="name",
     num_cores=8,
     clickhouse_port=8123,
@@ -71,6 +72,22 @@ def test_tiers_find_each_other_over_sockets() -> None:
     assert "--router-address=unix:/run/o/router.sock" in gateway
     assert "--telemetry-address=unix:/run/o/telemetry.sock" in gateway
     assert "--clickhouse-url=http://127.0.0.1:8123" in _process(plan, "telemetry").command
+
+
+def test_the_gateway_listens_for_grpc_where_up_says() -> None:
+    plan = _plan("--grpc-host", "::1")
+
+    gateway = _process(plan, "gateway").command
+    assert {"--grpc-host=::1", "--grpc-port=9000"} <= {*gateway}
+    assert plan.grpc_address == "[::1]:9000"
+
+
+def test_those_who_make_spans_learn_where_they_go() -> None:
+    flag = "--otlp-endpoint=http://collector:4317"
+
+    told = {process.name for process in _plan(flag).processes if flag in process.command}
+
+    assert told == {"gateway", "router", "engine-0"}
 
 
 def test_aliases_of_the_model_are_the_gateways() -> None:

@@ -21,6 +21,46 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _CacheMissReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheMissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheMissReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_MISS_REASON_UNSPECIFIED: _CacheMissReason.ValueType  # 0
+    """Never sent."""
+    CACHE_MISS_REASON_NOT_SEEN: _CacheMissReason.ValueType  # 1
+    """Neither cached now nor among the blocks that the engine remembers to have evicted."""
+    CACHE_MISS_REASON_EVICTED: _CacheMissReason.ValueType  # 2
+    """Was cached and has been evicted."""
+    CACHE_MISS_REASON_BEHIND_GAP: _CacheMissReason.ValueType  # 3
+    """Is cached, but behind a block that is not."""
+    CACHE_MISS_REASON_TAIL: _CacheMissReason.ValueType  # 4
+    """In the last, partial block, or the last token of all, which is always computed."""
+    CACHE_MISS_REASON_PROMPT_LOGPROBS: _CacheMissReason.ValueType  # 5
+    """The log-probabilities of the prompt were asked for."""
+    CACHE_MISS_REASON_CACHING_OFF: _CacheMissReason.ValueType  # 6
+    """The engine keeps no prefix cache."""
+
+class CacheMissReason(_CacheMissReason, metaclass=_CacheMissReasonEnumTypeWrapper):
+    """CacheMissReason says why prompt tokens were computed."""
+
+CACHE_MISS_REASON_UNSPECIFIED: CacheMissReason.ValueType  # 0
+"""Never sent."""
+CACHE_MISS_REASON_NOT_SEEN: CacheMissReason.ValueType  # 1
+"""Neither cached now nor among the blocks that the engine remembers to have evicted."""
+CACHE_MISS_REASON_EVICTED: CacheMissReason.ValueType  # 2
+"""Was cached and has been evicted."""
+CACHE_MISS_REASON_BEHIND_GAP: CacheMissReason.ValueType  # 3
+"""Is cached, but behind a block that is not."""
+CACHE_MISS_REASON_TAIL: CacheMissReason.ValueType  # 4
+"""In the last, partial block, or the last token of all, which is always computed."""
+CACHE_MISS_REASON_PROMPT_LOGPROBS: CacheMissReason.ValueType  # 5
+"""The log-probabilities of the prompt were asked for."""
+CACHE_MISS_REASON_CACHING_OFF: CacheMissReason.ValueType  # 6
+"""The engine keeps no prefix cache."""
+Global___CacheMissReason: _TypeAlias = CacheMissReason  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -48,6 +88,38 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
 """Ended from outside."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _StallReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StallReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StallReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STALL_REASON_UNSPECIFIED: _StallReason.ValueType  # 0
+    """Never sent."""
+    STALL_REASON_PREEMPTION: _StallReason.ValueType  # 1
+    """The request had given up its blocks and was computed again."""
+    STALL_REASON_PREFILL: _StallReason.ValueType  # 2
+    """The step computed prompt tokens of others."""
+    STALL_REASON_LONG_STEP: _StallReason.ValueType  # 3
+    """The step itself was long, although it computed no prompt."""
+    STALL_REASON_ENGINE_WAIT: _StallReason.ValueType  # 4
+    """Most of the time no step of the worker explains."""
+
+class StallReason(_StallReason, metaclass=_StallReasonEnumTypeWrapper):
+    """StallReason says why a token came late."""
+
+STALL_REASON_UNSPECIFIED: StallReason.ValueType  # 0
+"""Never sent."""
+STALL_REASON_PREEMPTION: StallReason.ValueType  # 1
+"""The request had given up its blocks and was computed again."""
+STALL_REASON_PREFILL: StallReason.ValueType  # 2
+"""The step computed prompt tokens of others."""
+STALL_REASON_LONG_STEP: StallReason.ValueType  # 3
+"""The step itself was long, although it computed no prompt."""
+STALL_REASON_ENGINE_WAIT: StallReason.ValueType  # 4
+"""Most of the time no step of the worker explains."""
+Global___StallReason: _TypeAlias = StallReason  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -100,6 +172,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     SHARED_PREFIX_FIELD_NUMBER: _builtins.int
+    STALL_BOUND_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUID made by the gateway; unique on the engine while the request lives."""
     tenant_id: _builtins.str
@@ -130,6 +203,12 @@ class Submit(_message.Message):
     def shared_prefix(self) -> Global___SharedPrefix:
         """Leading blocks that all tenants share; unset when the prompt begins with none."""
 
+    @_builtins.property
+    def stall_bound(self) -> _duration_pb2.Duration:
+        """Asks for timings: how the first token came about, and every gap between two tokens that is longer than this.
+        Unset asks for none.
+        """
+
     def __init__(
         self,
         *,
@@ -143,10 +222,11 @@ class Submit(_message.Message):
         cache_salt: _builtins.bytes = ...,
         choices: _abc.Iterable[Global___ChoiceState] | None = ...,
         shared_prefix: Global___SharedPrefix | None = ...,
+        stall_bound: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "remaining_time", b"remaining_time", "sampling_params", b"sampling_params", "shared_prefix", b"shared_prefix", "traceparent", b"traceparent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "remaining_time", b"remaining_time", "sampling_params", b"sampling_params", "shared_prefix", b"shared_prefix", "stall_bound", b"stall_bound", "traceparent", b"traceparent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "cache_salt", b"cache_salt", "choices", b"choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remaining_time", b"remaining_time", "request_id", b"request_id", "sampling_params", b"sampling_params", "shared_prefix", b"shared_prefix", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "cache_salt", b"cache_salt", "choices", b"choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remaining_time", b"remaining_time", "request_id", b"request_id", "sampling_params", b"sampling_params", "shared_prefix", b"shared_prefix", "stall_bound", b"stall_bound", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__traceparent: _TypeAlias = _typing.Literal["traceparent"]  # noqa: Y015
     _WhichOneofArgType__traceparent: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent"]  # noqa: Y015
@@ -484,6 +564,7 @@ class GenerateResponse(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     OUTPUT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The engine's step; 0 for messages between steps."""
     @_builtins.property
@@ -518,6 +599,10 @@ class GenerateResponse(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """Log-probabilities of prompt tokens."""
 
+    @_builtins.property
+    def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___FirstToken]:
+        """How the first tokens in this message came about, of the handles that asked for timings."""
+
     def __init__(
         self,
         *,
@@ -530,14 +615,85 @@ class GenerateResponse(_message.Message):
         failed: _abc.Iterable[Global___Failed] | None = ...,
         output_logprobs: Global___OutputLogprobs | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        first_tokens: _abc.Iterable[Global___FirstToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "handles", b"handles", "num_tokens", b"num_tokens", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "handles", b"handles", "num_tokens", b"num_tokens", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class FirstToken(_message.Message):
+    """FirstToken says what came before a handle's first token. Durations are measured on the engine's clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    QUEUE_DURATION_FIELD_NUMBER: _builtins.int
+    PREFILL_DURATION_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The handle."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens taken from the prefix cache."""
+    @_builtins.property
+    def queue_duration(self) -> _duration_pb2.Duration:
+        """Accepted by the engine until first scheduled."""
+
+    @_builtins.property
+    def prefill_duration(self) -> _duration_pb2.Duration:
+        """First scheduled until the first token was sampled."""
+
+    @_builtins.property
+    def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheMiss]:
+        """Why the other prompt tokens had to be computed; the counts add up to them."""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        queue_duration: _duration_pb2.Duration | None = ...,
+        prefill_duration: _duration_pb2.Duration | None = ...,
+        num_cached_tokens: _builtins.int = ...,
+        misses: _abc.Iterable[Global___CacheMiss] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "misses", b"misses", "num_cached_tokens", b"num_cached_tokens", "prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+
+@_typing.final
+class CacheMiss(_message.Message):
+    """CacheMiss counts prompt tokens that the prefix cache could not give, for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    reason: Global___CacheMissReason.ValueType
+    """Why."""
+    num_tokens: _builtins.int
+    """How many tokens."""
+    def __init__(
+        self,
+        *,
+        reason: Global___CacheMissReason.ValueType = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheMiss: _TypeAlias = CacheMiss  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -668,21 +824,27 @@ class Started(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
+    ACCEPT_DURATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One handle for each choice, in order. A handle is not used again on this stream."""
 
+    @_builtins.property
+    def accept_duration(self) -> _duration_pb2.Duration:
+        """From reading the submit until this was handed to the stream; only where timings were asked for."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         handles: _abc.Iterable[_builtins.int] | None = ...,
+        accept_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accept_duration", b"accept_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_duration", b"accept_duration", "handles", b"handles", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -774,6 +936,8 @@ class Usage(_message.Message):
     QUEUE_DURATION_FIELD_NUMBER: _builtins.int
     PREFILL_DURATION_FIELD_NUMBER: _builtins.int
     DECODE_DURATION_FIELD_NUMBER: _builtins.int
+    STALLS_FIELD_NUMBER: _builtins.int
+    NUM_STALLS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens taken from the prefix cache at the first scheduling."""
     num_computed_tokens: _builtins.int
@@ -784,6 +948,8 @@ class Usage(_message.Message):
     """Tokens sampled but never emitted."""
     num_preemptions: _builtins.int
     """How often the request gave up its blocks."""
+    num_stalls: _builtins.int
+    """How many there were in all."""
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
         """Accepted by the engine until first scheduled."""
@@ -796,6 +962,10 @@ class Usage(_message.Message):
     def decode_duration(self) -> _duration_pb2.Duration:
         """First token until the end."""
 
+    @_builtins.property
+    def stalls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stall]:
+        """The first gaps between tokens that were longer than the bound; only where timings were asked for."""
+
     def __init__(
         self,
         *,
@@ -807,11 +977,55 @@ class Usage(_message.Message):
         queue_duration: _duration_pb2.Duration | None = ...,
         prefill_duration: _duration_pb2.Duration | None = ...,
         decode_duration: _duration_pb2.Duration | None = ...,
+        stalls: _abc.Iterable[Global___Stall] | None = ...,
+        num_stalls: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_duration", b"decode_duration", "prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_duration", b"decode_duration", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_duration", b"decode_duration", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_stalls", b"num_stalls", "prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration", "stalls", b"stalls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class Stall(_message.Message):
+    """Stall is a gap between two tokens of a handle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STEP_DURATION_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    step_id: _builtins.int
+    """The step that ended it."""
+    reason: Global___StallReason.ValueType
+    """Why."""
+    num_prefill_tokens: _builtins.int
+    """Prompt tokens of others that were computed in that step."""
+    @_builtins.property
+    def gap(self) -> _duration_pb2.Duration:
+        """Its length."""
+
+    @_builtins.property
+    def step_duration(self) -> _duration_pb2.Duration:
+        """How long that step took in the worker."""
+
+    def __init__(
+        self,
+        *,
+        step_id: _builtins.int = ...,
+        gap: _duration_pb2.Duration | None = ...,
+        reason: Global___StallReason.ValueType = ...,
+        step_duration: _duration_pb2.Duration | None = ...,
+        num_prefill_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gap", b"gap", "step_duration", b"step_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gap", b"gap", "num_prefill_tokens", b"num_prefill_tokens", "reason", b"reason", "step_duration", b"step_duration", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stall: _TypeAlias = Stall  # noqa: Y015

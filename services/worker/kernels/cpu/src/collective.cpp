@@ -67,12 +67,12 @@ Collective::Collective(char* memory, int rank, int num_ranks, size_t parts_offse
 }
 
 void Collective::meet() {
-    if (is_broken_) return;
-    const uint32_t count = arrivals(rank_) + 1;
+    if (is_broken()) return;
+    const uint32_t count = word(rank_).load(std::memory_order_relaxed) + 1;
     word(rank_).store(count, std::memory_order_release);
     wake_all(word(rank_));
     for (int rank = 0; rank < num_ranks_; ++rank) wait_for(rank, count);
-    is_broken_ = group().load(std::memory_order_acquire) != 0;
+    if (group().load(std::memory_order_acquire)) is_broken_.store(true, std::memory_order_relaxed);
 }
 
 void Collective::wait_for(int rank, uint32_t count) {

@@ -18,17 +18,19 @@ class Collective {
     // `num_ranks` parts of `part_bytes`. The memory must outlive this object.
     Collective(char* memory, int rank, int num_ranks, size_t parts_offset, size_t part_bytes, double timeout_seconds);
 
-    // Returns when all ranks have come here as often as this one, or when the group is broken. One thread calls it.
+    // Returns when all ranks have come here as often as this one, or when the group is broken. One thread at a time calls
+    // it.
     void meet();
 
-    // Parts are written before a meeting and read after it. They take turns in two places, so that a rank that goes on
-    // writes nothing that another still reads.
-    float* part_to_write() const { return part(rank_, arrivals(rank_)); }
-    const float* part_to_read(int rank) const { return part(rank, arrivals(rank_) + 1); }
+    // Begins a step, in which all ranks meet once for each operation and once more. Parts are written before an
+    // operation's meeting and read after it. They take turns in two places, so that a rank that goes on writes nothing
+    // that another still reads.
+    void begin_step() { first_turn_ = word(rank_).load(std::memory_order_relaxed); }
+    const float* part(int rank, int operation) const { return place(rank, operation); }
+    float* own_part(int operation) const { return place(rank_, operation); }
 
-    // Whether a rank had left or was too late at the last meeting; results since then mean nothing. It changes in
-    // `meet` only, so that all threads of a rank see the same.
-    bool is_broken() const { return is_broken_; }
+    // Whether a rank had left or was too late at the last meeting; results since then mean nothing.
+    bool is_broken() const { return is_broken_.load(std::memory_order_relaxed); }
     int num_ranks() const { return num_ranks_; }
     size_t part_bytes() const { return part_bytes_; }
     // Time spent waiting for other ranks since the beginning.
@@ -39,10 +41,10 @@ class Collective {
 
     Word& group() const { return *reinterpret_cast<Word*>(memory_); }
     Word& word(int rank) const { return *reinterpret_cast<Word*>(memory_ + 64 * (rank + 1)); }
-    uint32_t arrivals(int rank) const { return word(rank).load(std::memory_order_relaxed); }
-    float* part(int rank, uint32_t turn) const {
+    float* place(int rank, int operation) const {
+        const uint32_t turn = (first_turn_ + (uint32_t)operation) & 1;
         return reinterpret_cast<float*>(memory_ + parts_offset_ +
-                                        (size_t)((turn & 1) * (uint32_t)num_ranks_ + (uint32_t)rank) * part_bytes_);
+                                        (size_t)(turn * (uint32_t)num_ranks_ + (uint32_t)rank) * part_bytes_);
     }
     void wait_for(int rank, uint32_t count);
 
@@ -50,7 +52,8 @@ class Collective {
     const int rank_, num_ranks_;
     const size_t parts_offset_, part_bytes_;
     const double timeout_seconds_;
-    bool is_broken_ = false;
+    uint32_t first_turn_ = 0;
+    std::atomic<bool> is_broken_{false};
     double wait_seconds_ = 0.0;
 };
 

@@ -5,34 +5,31 @@
 #pragma once
 
 #include "collective.hpp"
+#include "phases.hpp"
 #include "plan.hpp"
-#include "products_common.hpp"
 #include "simd.hpp"
 
 namespace octavo {
 namespace {
 
-bool is_broken(const Step& step) { return step.collective && step.collective->is_broken(); }
-
-// Returns when all threads of all ranks have come here, or when the group is broken.
-void meet_ranks(const Step& step, int thread) {
-    step.team->barrier();
-    if (thread == 0) step.collective->meet();
-    step.team->barrier();
+// Returns when all ranks have come here, or when the group is broken. One thread of each rank waits for the other ranks.
+void meet_ranks(const Step& step, Walk& walk) {
+    run_short_items(walk, 1, [&](int) { step.collective->meet(); });
 }
 
-// Adds the parts of all ranks, and what came in unless `residual` is null, for the rows that this thread norms next.
-void add_parts(const Step& step, int thread, const float* residual, float* produced) {
+// Adds the parts that all ranks have of an operation's result, and what came in unless `residual` is null.
+void add_parts(const Step& step, Walk& walk, int operation, const float* residual, float* produced) {
     const Collective& collective = *step.collective;
     const int stride = step.model->shape.hidden_stride;
-    meet_ranks(step, thread);
-    const Range rows = share_of(step.batch->num_tokens, thread, step.team->num_threads());
-    for (ptrdiff_t i = (ptrdiff_t)rows.first * stride; i < (ptrdiff_t)rows.end * stride; i += kLanes) {
-        Vec sum = load(collective.part_to_read(0) + i);
-        for (int rank = 1; rank < collective.num_ranks(); ++rank)
-            sum = sum + load(collective.part_to_read(rank) + i);
-        store(produced + i, residual ? load(residual + i) + sum : sum);
-    }
+    meet_ranks(step, walk);
+    run_short_items(walk, step.batch->num_tokens, [&](int row) {
+        for (ptrdiff_t i = (ptrdiff_t)row * stride; i < (ptrdiff_t)(row + 1) * stride; i += kLanes) {
+            Vec sum = load(collective.part(0, operation) + i);
+            for (int rank = 1; rank < collective.num_ranks(); ++rank)
+                sum = sum + load(collective.part(rank, operation) + i);
+            store(produced + i, residual ? load(residual + i) + sum : sum);
+        }
+    });
 }
 
 }  // namespace

@@ -1,0 +1,123 @@
+"""When a request was on its way to an engine and back, on the gateway's clock, and what the engine said of its own.
+
+Owns these marks, for requests that asked for timings. The engine's durations are its own; the two clocks are never
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.gateway.latency_receipt import Segment, nanos
+
+# Late steps that are kept of one try, the first ones; the others are counted.
+MAX_LATE_STEPS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenReport:
+    """How an engine says that a first token came about; ``misses`` counts computed prompt tokens by reason."""
+
+    queue_seconds: float
+    prefill_seconds: float
+    num_cached_tokens: int
+    misses: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStall:
+    """A gap between two tokens as the engine saw it, and why it was so long."""
+
+    step_id: int
+    gap_seconds: float
+    reason: str
+    step_seconds: float
+    num_prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LateStep:
+    """A step whose token came later after the one before it than the bound, as the gateway saw it."""
+
+    choice_index: int
+    step_id: int
+    gap_ns: int
+
+
+@dataclass(slots=True)
+class TryTimes:
+    """One try of a request on one engine."""
+
+    submitted_ns: int
+    stall_bound_ns: int
+    accepted_ns: int | None = None
+    # From reading the submit until it was accepted, on the engine's clock.
+    accept_ns: int | None = None
+    first_arrival_ns: int | None = None
+    # The choice whose token was the first.
+    first_choice: int = 0
+    first_tokens: dict[int, FirstTokenReport] = field(default_factory=dict)
+    # When the first came of what the reader has not taken yet, and whether it was late.
+    unread_since_ns: int | None = None
+    is_late: bool = False
+    last_step_id: int = 0
+    late_steps: list[LateStep] = field(default_factory=list)
+    num_late_steps: int = 0
+    _last_arrivals_ns: dict[int, int] = field(default_factory=dict)
+
+    def accept(self, now_ns: int, accept_seconds: float | None) -> None:
+        """The engine has taken the request; its word of how long that took came with it."""
+        self.accepted_ns = now_ns
+        self.accept_ns = None if accept_seconds is None else nanos(accept_seconds)
+
+    def arrive(self, choice_index: int, step_id: int, now_ns: int) -> None:
+        """A token of a choice, or its end, has come."""
+        if self.first_arrival_ns is None:
+            self.first_arrival_ns, self.first_choice = now_ns, choice_index
+        if self.unread_since_ns is None:
+            self.unread_since_ns = now_ns
+        self.last_step_id = step_id
+        gap_ns = now_ns - self._last_arrivals_ns.get(choice_index, now_ns)
+        self._last_arrivals_ns[choice_index] = now_ns
+        if gap_ns > self.stall_bound_ns:
+            self.is_late = True
+            self.num_late_steps += 1
+            if len(self.late_steps) < MAX_LATE_STEPS:
+                self.late_steps.append(LateStep(choice_index, step_id, gap_ns))
+
+    def take(self) -> None:
+        """The reader has taken what had come."""
+        self.unread_since_ns, self.is_late = None, False
+
+    def segments(self, until_ns: int) -> dict[Segment, int]:
+        """Return where the time until the first token went, or until ``until_ns`` if none has come.
+
+        ``wire`` is the round trip of the submit and its acceptance, less what the engine says that it took for it.
+        """
+        first = self.first_tokens.get(self.first_choice)
+        if first is None or self.accepted_ns is None or self.accept_ns is None:
+            end_ns = until_ns if self.first_arrival_ns is None else self.first_arrival_ns
+            return {Segment.ENGINE: max(0, end_ns - self.submitted_ns)}
+        return {
+            Segment.WIRE: max(0, self.accepted_ns - self.submitted_ns - self.accept_ns),
+            Segment.ENGINE_QUEUE: self.accept_ns + nanos(first.queue_seconds),
+            Segment.PREFILL: nanos(first.prefill_seconds),
+        }
+
+
+@dataclass(slots=True)
+class Journey:
+    """A request's way to its first token: places and tries."""
+
+    # When a place was asked for, and how long until there was one.
+    asked_ns: int | None = None
+    placement_ns: int = 0
+    retry_ns: int = 0
+    current: TryTimes | None = None
+
+    def segments(self, until_ns: int) -> dict[Segment, int]:
+        """Return where the time went from asking for a place on."""
+        segments = {Segment.ROUTER_QUEUE: self.placement_ns, Segment.RETRIES: self.retry_ns}
+        return segments if self.current is None else segments | self.current.segments(until_ns)

@@ -1,0 +1,41 @@
+"""A request over HTTP: its body is read, and its answer is one body or server-sent events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from services.gateway.client_call import Caller
+from services.gateway.http_body import BodyLimits, read_json_body
+from services.gateway.latency_receipt import Segment
+from services.gateway.openai_schema import parse_json
+from services.gateway.sse import SseWriter
+
+
+@dataclass(frozen=True, slots=True)
+class HttpCall:
+    """One request and the connection that it came by."""
+
+    http_request: web.Request
+    caller: Caller
+    body_limits: BodyLimits
+
+    @property
+    def remaining_seconds(self) -> None:
+        """HTTP clients do not tell how long they wait; who has waited enough leaves."""
+        return None
+
+    async def read_body(self) -> dict[str, Any]:
+        """Return the body; raises OctavoError for one that is no JSON object."""
+        times = self.caller.times
+        raw = await read_json_body(self.http_request, self.body_limits)
+        times.lap(Segment.RECEIVE)
+        body = parse_json(raw)
+        times.lap(Segment.PARSE)
+        return body
+
+    def new_writer(self, deadline: float) -> SseWriter:
+        """Return what writes the answer."""
+        return SseWriter(self.http_request, deadline=deadline)

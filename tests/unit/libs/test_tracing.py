@@ -1,0 +1,51 @@
+"""Spans are kept only where somebody wants them, and contexts go on in any case."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from libs.obs.tracers import open_tracer
+from libs.obs.tracing import NO_TRACER, Tracer
+
+_TRACE_ID, _SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.fixture
+def tracer() -> Tracer:
+    """A tracer of which nothing is sent, because nothing is flushed."""
+    return open_tracer("http://127.0.0.1:9", tier="test", instance_id="test-0", sample_fraction=0.0)
+
+
+def test_without_an_endpoint_a_context_goes_on_as_it_came() -> None:
+    tracer = open_tracer("", tier="test", instance_id="test-0")
+
+    span = tracer.start("work", traceparent=f"00-{_TRACE_ID}-{_SPAN_ID}-01", start_ns=0)
+
+    assert tracer is NO_TRACER
+    assert (span.is_recording, span.traceparent) == (False, f"00-{_TRACE_ID}-{_SPAN_ID}-01")
+
+
+def test_a_callers_decision_holds_whatever_the_fraction_is(tracer: Tracer) -> None:
+    wanted = tracer.start("work", traceparent=f"00-{_TRACE_ID}-{_SPAN_ID}-01", start_ns=0)
+    unwanted = tracer.start("work", traceparent=f"00-{_TRACE_ID}-{_SPAN_ID}-00", start_ns=0)
+    undecided = tracer.start("work", traceparent=None, start_ns=0)
+
+    assert [span.is_recording for span in (wanted, unwanted, undecided)] == [True, False, False]
+    for span in (wanted, unwanted):
+        assert span.traceparent is not None
+        _, trace_id, span_id, _ = span.traceparent.split("-")
+        assert trace_id == _TRACE_ID
+        assert span_id != _SPAN_ID
+
+
+def test_nobody_pays_for_a_library_that_is_not_used() -> None:
+    # redis-py loads parts of the SDK where it is installed, so it is the exporter that tells.
+    code = (
+        "import sys, services.gateway.main, services.router.main, services.engine.main;"
+        "sys.exit(any(name.startswith('opentelemetry.exporter') for name in sys.modules))"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
