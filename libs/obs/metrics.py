@@ -284,6 +284,11 @@ class WorkerMetrics:
             buckets=_IDLE_GAP_BUCKETS_SECONDS,
             registry=registry,
         )
+        self.exchange_wait_seconds = Counter(
+            "octavo_worker_exchange_wait_seconds",
+            "Time of steps that this rank waited for the other ranks of its group.",
+            registry=registry,
+        )
         self.tokens = Counter("octavo_worker_tokens", "Tokens computed.", registry=registry)
         self.model_operations = Counter(
             "octavo_worker_model_operations",

@@ -227,8 +227,8 @@ def _stall_message(stall: Stall) -> generation_pb2.Stall:
 # ---- steps: engine and workers ----
 
 
-def load_request(config: EngineConfig, rank: int) -> worker_pb2.LoadModelRequest:
-    """Say what a rank serves."""
+def load_request(config: EngineConfig, rank: int, group_id: str) -> worker_pb2.LoadModelRequest:
+    """Say what a rank serves, and in which group."""
     return worker_pb2.LoadModelRequest(
         rank=rank,
         tensor_parallel_size=len(config.worker_addresses),
@@ -236,6 +236,7 @@ def load_request(config: EngineConfig, rank: int) -> worker_pb2.LoadModelRequest
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        group_id=group_id,
     )
 
 

@@ -69,7 +69,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             await self._take_over(stream)
             async for response in self._run_steps(stream, request_iterator):
-                yield response
+                # All ranks have come to the same tokens.
+                if self._load is not None and self._load.request.rank == 0:
+                    yield response
         except OctavoError as error:
             _log.error("step stream failed", error=error.message, error_class=type(error).__name__)
             await abort_with(context, error)
@@ -84,6 +86,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _load_for(self, request: LoadRequest) -> _Load:
         if self._load is None or self._load.has_failed or self._load.request != request:
             self._end_stream("The model is loaded anew.")
+            if self._load is not None:
+                self._load.supersede()
             self._load = _Load(request, self._model_name)
             self._load.task = asyncio.create_task(self._run_load(self._load))
         return self._load
@@ -159,6 +163,7 @@ class _Load:
         self._model_name = model_name
         self._progress = LoadProgress("starting", 0, 0)
         self._logged: LoadProgress | None = None
+        self._is_superseded = False
 
     @property
     def is_loaded(self) -> bool:
@@ -172,8 +177,14 @@ class _Load:
         return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
 
     def report(self, progress: LoadProgress) -> None:
-        """Take a progress report; called from the runner's thread."""
+        """Take a progress report, called from the runner's thread; raises Cancelled when another load waits."""
+        if self._is_superseded:
+            raise Cancelled("The model is loaded anew.")
         self._progress = progress
+
+    def supersede(self) -> None:
+        """Let the load end at its next report: nobody wants it any more."""
+        self._is_superseded = True
 
     def result(self) -> LoadedModel:
         """Return the model or raise what went wrong; only when the load is done."""

@@ -157,6 +157,20 @@ def test_replicas_share_the_cores_and_the_memory() -> None:
     assert _process(shared, "worker-2").command[-2:] == ("--num-threads=2", "--kv-cache-memory-fraction=0.2000")
 
 
+def test_ranks_are_workers_of_their_engine_in_order_and_share_what_there_is() -> None:
+    plan = _plan("--engines", "2", "--tensor-parallel-size", "2", "--worker-silence-seconds", "7")
+
+    workers = [process for process in plan.processes if process.name.startswith("worker-")]
+    assert [worker.name for worker in workers] == ["worker-0-0", "worker-0-1", "worker-1-0", "worker-1-1"]
+    assert (
+        "--worker-addresses=unix:/run/o/worker-1-0.sock,unix:/run/o/worker-1-1.sock"
+        in _process(plan, "engine-1").command
+    )
+    for worker in workers:
+        assert worker.command[-2:] == ("--num-threads=2", "--kv-cache-memory-fraction=0.1500")
+        assert worker.silence_limit_seconds == 7
+
+
 def test_what_the_user_says_about_cores_and_memory_stands() -> None:
     keys = (TierKey("worker", "kv_cache_memory_fraction", "the environment"),)
 
