@@ -189,6 +189,8 @@ class _Planner:
     def _worker(self, number: int) -> ProcessPlan:
         name = f"worker-{number}"
         flags = {"instance-id": name, "listen-address": self._address(name), "model": self._config.model}
+        if self._config.quantization is not None:
+            flags["quantization"] = self._config.quantization
         return self._grpc_process("worker", name, flags, StopStage.WORKER, 15.0, niceness=0)
 
     def _engine(self, number: int) -> ProcessPlan:
