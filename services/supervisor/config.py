@@ -17,6 +17,9 @@ from libs.config.loader import DEFAULT_CONFIG_FILE
 # The tables of the configuration file, which are also the first parts of ``--set tier.field=value``.
 TIERS = ("gateway", "router", "engine", "worker", "telemetry", "clickhouse")
 
+# The worker's own names for them, which a test compares.
+QUANTIZATIONS = ("none", "int8")
+
 _TIER_SETTING = re.compile(r"([a-z]+)\.([a-z][a-z0-9_-]*)=(.*)", re.DOTALL)
 _MAX_ENGINES = 64
 _MAX_RANKS = 63
@@ -38,6 +41,11 @@ class UpConfig:
     )
     model_aliases: tuple[str, ...] = setting(
         (), "Further names by which clients may ask for the model, comma-separated."
+    )
+    quantization: str | None = setting(
+        None,
+        f"Number format that workers keep weights in, {' or '.join(QUANTIZATIONS)}; by default what "
+        "worker.quantization says, which is none (16 bits) unless set.",
     )
     engines: int = setting(1, "Number of replicas: each is one engine process and its worker processes.")
     tensor_parallel_size: int = setting(
@@ -90,6 +98,8 @@ class UpConfig:
             )
         if not 0 <= self.background_nice <= 19:
             raise ValueError(f"background_nice must be between 0 and 19, not {self.background_nice}.")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization must be {' or '.join(QUANTIZATIONS)}, not {self.quantization!r}.")
         _require_scheme("redis_url", self.redis_url, ("redis", "rediss", "unix"))
         _require_scheme("clickhouse_url", self.clickhouse_url, ("http", "https"))
         _require_scheme("otlp_endpoint", self.otlp_endpoint, ("http", "https"))

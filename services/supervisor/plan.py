@@ -195,6 +195,8 @@ class _Planner:
     def _worker(self, number: int, rank: int) -> ProcessPlan:
         name = self._worker_name(number, rank)
         flags = {"instance-id": name, "listen-address": self._address(name), "model": self._config.model}
+        if self._config.quantization is not None:
+            flags["quantization"] = self._config.quantization
         return dataclasses.replace(
             self._grpc_process("worker", name, flags, StopStage.WORKER, 15.0, niceness=0),
             # A worker that is stopped keeps its connections, and other ranks cannot do without it.

@@ -99,6 +99,17 @@ def test_aliases_of_the_model_are_the_gateways() -> None:
     assert not any("aliases" in flag for flag in _process(_plan(), "gateway").command)
 
 
+def test_the_quantization_is_the_workers() -> None:
+    named = _process(_plan("--quantization", "int8", "--engines", "2"), "worker-1").command
+    passed_through = _process(_plan("--set", "worker.quantization=int8"), "worker-0").command
+
+    assert "--quantization=int8" in named
+    assert "--quantization=int8" in passed_through
+    assert not any("quantization" in flag for flag in _process(_plan(), "worker-0").command)
+    with pytest.raises(ConfigError, match=r"sets worker\.quantization itself"):
+        _plan("--quantization", "int8", keys=(TierKey("worker", "quantization", "--set worker.quantization=none"),))
+
+
 def test_a_socket_path_is_the_address_that_the_process_is_probed_at() -> None:
     for process in _plan("--engines", "2").processes:
         if process.socket_path is not None:

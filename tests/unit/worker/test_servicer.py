@@ -284,6 +284,39 @@ async def test_a_step_of_an_ended_stream_does_not_reach_the_new_one(worker: Work
     assert worker.runner.num_steps == 2
 
 
+async def test_a_step_that_waits_begins_while_the_loop_is_busy(worker: Worker) -> None:
+    await worker.load()
+    async with worker.steps() as steps:
+        worker.runner.may_step.clear()
+        await steps.send(**FIRST_STEP)
+        await steps.send(**NEXT_STEP)
+        assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
+        await asyncio.sleep(0.05)  # Both steps are with the thread now.
+        worker.runner.is_in_step.clear()
+
+        worker.runner.may_step.set()
+        has_begun = worker.runner.is_in_step.wait(5)  # The loop does nothing else meanwhile.
+
+    assert has_begun
+    assert worker.runner.num_steps == 2
+
+
+async def test_a_step_behind_one_that_failed_does_not_run(worker: Worker) -> None:
+    await worker.load()
+    async with worker.steps() as steps:
+        worker.runner.may_step.clear()
+        await steps.send(**FIRST_STEP | {"new_sequences": []})
+        await steps.send(**FIRST_STEP)
+        assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
+        await asyncio.sleep(0.05)  # Both steps are with the thread now.
+        worker.runner.may_step.set()
+
+        with pytest.raises(InternalError):
+            await steps.answer()
+
+    assert worker.runner.num_steps == 1
+
+
 async def test_a_stream_that_breaks_during_a_step_frees_the_slots(worker: Worker) -> None:
     await worker.load()
     worker.runner.may_step.clear()
