@@ -9,8 +9,8 @@ import orjson
 
 from libs.errors import OctavoError, spec_of
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
-from services.gateway.chunks import ChunkTemplate
 from services.gateway.client_call import Framing
+from services.gateway.event_template import ChunkTemplate
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import ErrorShape, error_body, known_error
 from services.gateway.sse import named_event
@@ -75,6 +75,10 @@ class MessageFormat:
             self._stop = _stop(content.finish_reason, content.stop_string)
             data += _event({"type": "content_block_stop", "index": 0})
         return data
+
+    def text_template(self, choice_index: int) -> ChunkTemplate | None:
+        """Return the event of a next text."""
+        return self._delta_template
 
     def usage_event(self, counts: UsageCounts) -> bytes:
         """Return the events that end the message."""
