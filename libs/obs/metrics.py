@@ -54,7 +54,7 @@ _TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_38
 
 
 class _FrequentHistogram(Histogram):
-    """A histogram for what happens for each token: observed by one thread, without locks, and added up when read."""
+    """A histogram for what happens for each token: observed by one thread, without locks, added up when read."""
 
     def _metric_init(self) -> None:
         super()._metric_init()
