@@ -8,7 +8,7 @@ SOURCES := Makefile pyproject.toml $(wildcard requirements/*.txt)
 STAMP := $(VENV)/installed-$(shell cat $(SOURCES) | sha256sum | cut -c1-16)
 
 .PHONY: install up test test-slow check proto bench bench-scheduler bench-policies bench-batching bench-worker \
-	bench-sampler bench-serve bench-ttft
+	bench-sampler bench-serve bench-ttft bench-gateway
 
 # The kernels are compiled again when their sources change; without a compiler this says so and workers use torch.
 install: $(STAMP)
@@ -67,3 +67,7 @@ bench-serve: install
 
 bench-ttft: install
 	@$(BIN)/python -m scripts.bench_ttft --base "$(BASE)" $(ARGS)
+
+# AGAINST is the folder of another checkout, whose gateway is measured in the same run.
+bench-gateway: install
+	@$(BIN)/python -m scripts.bench_gateway --against "$(AGAINST)" $(ARGS)

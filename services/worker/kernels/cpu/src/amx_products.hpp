@@ -4,6 +4,7 @@
 #pragma once
 
 #include "amx.hpp"
+#include "phases.hpp"
 #include "plan.hpp"
 #include "products_common.hpp"
 
@@ -22,12 +23,12 @@ constexpr ptrdiff_t kStepBytes = kTileGroups * kPanelGroupBytes;
 OCTAVO_INLINE void begin_products() { load_shapes(kFullShapes); }
 OCTAVO_INLINE void end_products() { release_tiles(); }
 
-OCTAVO_INLINE int rows_of_chunk(ptrdiff_t stride) {
+// A chunk of rows is one tile here, and its rows are whole pairs of the processor's tiles.
+OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t stride) {
     const int num_pairs_of_tiles = kChunkBytes / (int)stride / (2 * kTileRows);
-    return at_most((num_pairs_of_tiles > 1 ? num_pairs_of_tiles : 1) * 2 * kTileRows, kMaxChunkRows);
+    const int rows = at_most((num_pairs_of_tiles > 1 ? num_pairs_of_tiles : 1) * 2 * kTileRows, kMaxChunkRows);
+    return {num_rows, num_panels, divided_up(num_rows, rows), 1};
 }
-
-OCTAVO_INLINE int divided_up(int count, int divisor) { return (count + divisor - 1) / divisor; }
 
 // The products of ROW_TILES times sixteen rows with NUM_PANELS adjacent panels over some steps of inputs.
 template <class Groups, int ROW_TILES, int NUM_PANELS>
@@ -45,62 +46,78 @@ OCTAVO_INLINE void add_tiles(char* sums, const Panels& weight, int panel, const 
                                                      columns, steps.end - steps.first, fetch);
 }
 
-// Hands on `num_rows` rows of the sums [rows][NUM_PANELS][32].
-template <class Groups, int NUM_PANELS, class Epilogue>
-OCTAVO_INLINE void hand_on(const char* sums, int panel, int first_row, int num_rows, Epilogue& epilogue) {
+// Hands on rows of sums [num_rows][32] that lie `stride` bytes apart.
+template <class Groups, class Epilogue>
+OCTAVO_INLINE void hand_on(const char* sums, int stride, int panel, int first_row, int num_rows, Epilogue& epilogue) {
     using Sum = typename Groups::Sum;
-    for (int i = 0; i < num_rows; ++i)
-        for (int p = 0; p < NUM_PANELS; ++p) {
-            const char* from = sums + (i * NUM_PANELS + p) * kPanelSumBytes;
-            epilogue(first_row + i, panel + p, load_as<Sum>(from), load_as<Sum>(from + kTileLineBytes));
-        }
+    for (int i = 0; i < num_rows; ++i) {
+        const char* from = sums + i * stride;
+        epilogue(first_row + i, panel, load_as<Sum>(from), load_as<Sum>(from + kTileLineBytes));
+    }
 }
 
 // A few rows: the weight is read once from memory, which is what takes the time. The processor fetches ahead by itself;
 // to ask for lines on top of that took a sixth more time.
+template <class Groups, int NUM_PANELS, class Epilogue>
+OCTAVO_INLINE void multiply_panels(const Claim& claim, const Panels& weight, int panel, const Inputs& inputs,
+                                   int num_rows, Epilogue& epilogue) {
+    alignas(64) char sums[kTileRows * NUM_PANELS * kPanelSumBytes];
+    add_tiles<Groups, 1, NUM_PANELS>(sums, weight, panel, inputs, 0, {0, weight.num_groups / kTileGroups},
+                                     kFetchNothing);
+    for (int p = 0; p < NUM_PANELS; ++p)
+        claim.write(panel + p, [&] {
+            hand_on<Groups>(sums + p * kPanelSumBytes, NUM_PANELS * kPanelSumBytes, panel + p, 0, num_rows, epilogue);
+        });
+}
+
 template <class Groups, class Epilogue>
-OCTAVO_INLINE void multiply_few_rows(const Panels& weight, Range panels, const Inputs& inputs, int num_rows,
+OCTAVO_INLINE void multiply_few_rows(const Claim& claim, const Panels& weight, const Inputs& inputs, int num_rows,
                                      Epilogue& epilogue) {
-    alignas(64) char sums[kTileRows * 2 * kPanelSumBytes];
-    const Range steps = {0, weight.num_groups / kTileGroups};
-    int panel = panels.first;
-    for (; panel + 2 <= panels.end; panel += 2) {
-        add_tiles<Groups, 1, 2>(sums, weight, panel, inputs, 0, steps, kFetchNothing);
-        hand_on<Groups, 2>(sums, panel, 0, num_rows, epilogue);
-    }
-    for (; panel < panels.end; ++panel) {
-        add_tiles<Groups, 1, 1>(sums, weight, panel, inputs, 0, steps, kFetchNothing);
-        hand_on<Groups, 1>(sums, panel, 0, num_rows, epilogue);
-    }
+    int panel = claim.items.first;
+    for (; panel + 2 <= claim.items.end; panel += 2)
+        multiply_panels<Groups, 2>(claim, weight, panel, inputs, num_rows, epilogue);
+    for (; panel < claim.items.end; ++panel)
+        multiply_panels<Groups, 1>(claim, weight, panel, inputs, num_rows, epilogue);
 }
 
 // What lies beyond the rows in memory is read and its results are dropped.
 template <class Groups, class Epilogue>
-OCTAVO_INLINE void multiply_rows(const Panels& weight, Range panels, const Inputs& inputs, Range rows,
-                                 Epilogue& epilogue) {
+OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& weight, int panel, const Inputs& inputs,
+                                 Range rows, bool, Epilogue& epilogue) {
     constexpr int kRows = 2 * kTileRows;
     alignas(64) char sums[kMaxChunkRows * kPanelSumBytes];
     const int num_steps = weight.num_groups / kTileGroups, num_row_blocks = divided_up(rows.end - rows.first, kRows);
     const int num_parts = num_row_blocks > 1 ? divided_up(num_steps, kStepsAtOnce) : 1;
     // The next panel is fetched a little with each step.
     const int bytes_per_step = divided_up(divided_up((int)weight.panel_bytes, num_steps * num_row_blocks), 64) * 64;
-    for (int panel = panels.first; panel < panels.end; ++panel) {
-        const char* next = weight.data + (panel + 1) * weight.panel_bytes;
-        for (int part = 0; part < num_parts; ++part) {
-            const Range steps = share_of(num_steps, part, num_parts);
-            for (int block = 0; block < num_row_blocks; ++block) {
-                const int first_row = rows.first + block * kRows, count = at_most(rows.end - first_row, kRows);
-                char* block_sums = sums + block * kRows * kPanelSumBytes;
-                const Fetch fetch = {next, bytes_per_step};
-                next += (steps.end - steps.first) * bytes_per_step;
-                if (count > kTileRows)
-                    add_tiles<Groups, 2, 1>(block_sums, weight, panel, inputs, first_row, steps, fetch);
-                else
-                    add_tiles<Groups, 1, 1>(block_sums, weight, panel, inputs, first_row, steps, fetch);
-                if (part + 1 == num_parts) hand_on<Groups, 1>(block_sums, panel, first_row, count, epilogue);
-            }
+    const char* next = weight.data + (panel + 1) * weight.panel_bytes;
+    const auto add_block = [&](int block, Range steps) __attribute__((always_inline)) {
+        const int first_row = rows.first + block * kRows;
+        char* block_sums = sums + block * kRows * kPanelSumBytes;
+        const Fetch fetch = {next, bytes_per_step};
+        next += (steps.end - steps.first) * bytes_per_step;
+        if (rows.end - first_row > kTileRows)
+            add_tiles<Groups, 2, 1>(block_sums, weight, panel, inputs, first_row, steps, fetch);
+        else
+            add_tiles<Groups, 1, 1>(block_sums, weight, panel, inputs, first_row, steps, fetch);
+    };
+    const auto hand_on_block = [&](int block) __attribute__((always_inline)) {
+        const int first_row = rows.first + block * kRows;
+        hand_on<Groups>(sums + block * kRows * kPanelSumBytes, kPanelSumBytes, panel, first_row,
+                        at_most(rows.end - first_row, kRows), epilogue);
+    };
+    for (int part = 0; part + 1 < num_parts; ++part)
+        for (int block = 0; block < num_row_blocks; ++block) add_block(block, share_of(num_steps, part, num_parts));
+    const Range last_steps = share_of(num_steps, num_parts - 1, num_parts);
+    add_block(0, last_steps);
+    // Sums are handed on while they are in the first-level cache.
+    claim.write(item, [&]() __attribute__((always_inline)) {
+        hand_on_block(0);
+        for (int block = 1; block < num_row_blocks; ++block) {
+            add_block(block, last_steps);
+            hand_on_block(block);
         }
-    }
+    });
 }
 
 }  // namespace

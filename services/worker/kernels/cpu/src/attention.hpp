@@ -41,7 +41,7 @@ class TileAttention {
     }
 
     // `next`, if there is one, is what this thread will attend to afterwards.
-    void run(const bf16* queries, bf16* attended, const TileAttention* next) {
+    void run(const bf16* queries, const TileAttention* next) {
         next_ = next;
         copy_queries(queries);
         // Tiles before the window are left out. Where chunks begin does not depend on it, and a tile that is masked
@@ -53,7 +53,15 @@ class TileAttention {
             for (int row = 0; row < num_rows_; ++row) weigh(row, tiles);
             add_values(tiles);
         }
-        write(attended);
+    }
+
+    void write(bf16* attended) {
+        for (int row = 0; row < num_rows_; ++row) {
+            const ptrdiff_t query = row / group_size_, head = row % group_size_;
+            bf16* to = attended + first_head_ + (query * shape_.num_heads + head) * shape_.head_dim;
+            const Vec scale = splat(1.0f / totals_[row]);
+            for (int i = 0; i < shape_.head_dim; i += kLanes) store_bf16(to + i, load(sum_at(row, i)) * scale);
+        }
     }
 
    private:
@@ -289,15 +297,6 @@ class TileAttention {
     }
 #endif
 
-    void write(bf16* attended) {
-        for (int row = 0; row < num_rows_; ++row) {
-            const ptrdiff_t query = row / group_size_, head = row % group_size_;
-            bf16* to = attended + first_head_ + (query * shape_.num_heads + head) * shape_.head_dim;
-            const Vec scale = splat(1.0f / totals_[row]);
-            for (int i = 0; i < shape_.head_dim; i += kLanes) store_bf16(to + i, load(sum_at(row, i)) * scale);
-        }
-    }
-
     const Shape& shape_;
     const QueryTile& queries_;
     const int group_size_, num_rows_, num_tiles_;
@@ -312,25 +311,28 @@ class TileAttention {
     const TileAttention* next_ = nullptr;
 };
 
-void attend(const Step& step, int phase, int thread, const Operation& operation) {
+void attend(const Step& step, Walk& walk, const Operation& operation) {
     const int num_kv_heads = step.model->shape.num_kv_heads;
     const Workspace& work = *step.workspace;
-    char* scratch = work.scratch + thread * work.scratch_stride;
-    const int num_items = step.batch->num_tiles * num_kv_heads;
+    char* scratch = work.scratch + walk.thread * work.scratch_stride;
     const auto attention_of = [&](int item) {
         return TileAttention(step, operation, step.batch->tiles[item / num_kv_heads], item % num_kv_heads, scratch);
     };
-    for (int item = step.team->next_item(phase); item < num_items;) {
-        const int next_item = step.team->next_item(phase);
-        TileAttention attention = attention_of(item);
-        if (next_item < num_items) {
-            const TileAttention next = attention_of(next_item);
-            attention.run(work.queries, work.attended, &next);
-        } else {
-            attention.run(work.queries, work.attended, nullptr);
-        }
-        item = next_item;
-    }
+    run_phase(
+        walk, step.batch->num_tiles * num_kv_heads, 1, [] {},
+        [&](const Claim& claim) {
+            for (int item = claim.items.first; item < claim.items.end; ++item) {
+                if (claim.is_taken(item)) continue;
+                TileAttention attention = attention_of(item);
+                if (item + 1 < claim.items.end) {
+                    const TileAttention next = attention_of(item + 1);
+                    attention.run(work.queries, &next);
+                } else {
+                    attention.run(work.queries, nullptr);
+                }
+                claim.write(item, [&] { attention.write(work.attended); });
+            }
+        });
 }
 
 }  // namespace

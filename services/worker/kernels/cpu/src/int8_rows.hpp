@@ -138,10 +138,6 @@ constexpr ptrdiff_t quantized_stride(const Panels& int8_weight) {
     return num_inputs_of(int8_weight) + kQuantizedRowEnd;
 }
 
-OCTAVO_INLINE Inputs quantized_inputs(const Step& step, const Panels& int8_weight) {
-    return {step.workspace->quantized, quantized_stride(int8_weight)};
-}
-
 OCTAVO_INLINE const float* scales_of(const Panels& int8_weight, int panel) {
     return (const float*)(int8_weight.data + (panel + 1) * int8_weight.panel_bytes) - kPanelColumns;
 }
@@ -164,6 +160,23 @@ struct Scaled {
         const int32_t offset = (int32_t)(128u * (uint32_t)row.sum);
         OCTAVO_PARTS(__builtin_convertvector(sums.part[i] - offset, Part) * (columns.part[i] * row.scale));
     }
+};
+
+// Epilogues before the inputs are known.
+template <class Epilogue>
+struct ScaledLater {
+    Epilogue next;
+
+    OCTAVO_INLINE Scaled<Epilogue> with(const Panels& weight, const Inputs& inputs) const {
+        return {weight, inputs, next};
+    }
+};
+
+template <class Epilogue>
+struct AsItIs {
+    Epilogue next;
+
+    OCTAVO_INLINE Epilogue with(const Panels&, const Inputs&) const { return next; }
 };
 
 }  // namespace

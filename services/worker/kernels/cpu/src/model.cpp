@@ -62,14 +62,19 @@ float* rotate_bias(float* to, Values bias, int head_dim) {
     return to;
 }
 
-// What a thread needs for attention or to round a row of an int8 weight's inputs.
-size_t scratch_bytes(const Shape& shape, int64_t max_inputs) {
+// What a thread needs for attention or to round a row of an int8 weight's inputs; its own inputs come after it.
+size_t inputs_offset(const Shape& shape, int64_t max_inputs) {
     const size_t rows = (size_t)kTileTokens * (size_t)(shape.num_heads / shape.num_kv_heads);
     const size_t chunk = (size_t)kChunkTiles * kTileTokens;
     const size_t attention = (size_t)kScoreSlack * sizeof(float) +
                              rows * (chunk * (sizeof(float) + sizeof(bf16)) +
                                   (size_t)shape.head_dim * (sizeof(float) + sizeof(bf16)) + 3 * sizeof(float));
     return (size_t)rounded_up(std::max((int64_t)attention, max_inputs * (int64_t)sizeof(float)), 4096);
+}
+
+size_t scratch_bytes(const Shape& shape, int64_t max_inputs) {
+    const size_t row = (size_t)shape.hidden_stride * sizeof(bf16) + (size_t)max_inputs + kQuantizedRowEnd;
+    return inputs_offset(shape, max_inputs) + (size_t)rounded_up((int64_t)(kMaxRowsAtOnce * row), 4096);
 }
 
 #if defined(OCTAVO_X86)
@@ -130,15 +135,19 @@ void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, flo
     for (int64_t row = 0; row < rows.num_rows; ++row)
         std::copy_n(rows.data + row * rows.num_columns, rows.num_columns, inputs.as<bf16>() + row * stride);
     Buffer quantized((size_t)(num_rows * (num_inputs + kQuantizedRowEnd)));
-    const size_t scratch_stride = (size_t)rounded_up(num_inputs * (int64_t)sizeof(float), 4096);
+    const size_t rotated_bytes = (size_t)rounded_up(num_inputs * (int64_t)sizeof(float), kAlignment);
+    const size_t own_bytes = (size_t)kMaxRowsAtOnce * (size_t)(num_inputs + kQuantizedRowEnd);
+    const size_t scratch_stride = (size_t)rounded_up((int64_t)(rotated_bytes + own_bytes), 4096);
     Buffer scratch(scratch_stride * (size_t)num_threads);
     Workspace workspace{};
     workspace.quantized = quantized.as<char>();
     workspace.scratch = scratch.as<char>();
     workspace.scratch_stride = scratch_stride;
+    workspace.inputs_offset = rotated_bytes;
     Batch batch{};
     batch.num_tokens = (int)rows.num_rows;
-    Pool pool(num_threads, 1);
+    Pool pool(num_threads);
+    pool.reserve_items((size_t)(rows.num_rows * panels.num_panels));
     const Step step = {nullptr, &batch, &workspace, &pool};
     pool.run([&](int thread) {
         kernels_named(kernels).multiply_rows(step, thread, panels, inputs.as<bf16>(), (int)stride, to,
@@ -241,7 +250,7 @@ void NativeModel::add_attention(Values norm, Matrix query, Matrix key, Matrix va
     operation.first = pack(heads, shape.hidden_size);
     append_in_order(outputs, output);
     operation.second = pack(outputs, query_size);
-    operations_.push_back(operation);
+    add(operation);
 }
 
 void NativeModel::add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down, Activation activation,
@@ -263,6 +272,11 @@ void NativeModel::add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix d
     append_in_order(outputs, down);
     operation.second = pack(outputs, inner);
     max_inner_ = std::max(max_inner_, (int)rounded_up(inner, kPanelColumns));
+    add(operation);
+}
+
+void NativeModel::add(const Operation& operation) {
+    max_panels_of_operations_ = std::max({max_panels_of_operations_, operation.first.num_panels, operation.second.num_panels});
     operations_.push_back(operation);
 }
 
@@ -336,8 +350,12 @@ void NativeModel::make_tiles(const StepArrays& arrays) {
     });
 }
 
-void NativeModel::reserve(int64_t num_tokens) {
+void NativeModel::reserve(int64_t num_tokens, int64_t num_sampled_rows) {
     const Shape& shape = model_.shape;
+    // No item is smaller than a row with a panel, a row or a tile of queries with a KV head.
+    const int64_t num_items = std::max(num_sampled_rows * model_.head.num_panels,
+                                       num_tokens * std::max<int64_t>(max_panels_of_operations_, shape.num_kv_heads));
+    pool().reserve_items((size_t)num_items);
     // Tiles of rows are read whole.
     const size_t rows = (size_t)rounded_up(num_tokens, kMaxRowsAtOnce), heads = (size_t)shape.num_heads * shape.head_dim;
     hidden_.reserve(rows * shape.hidden_stride * sizeof(float));
@@ -352,12 +370,12 @@ void NativeModel::reserve(int64_t num_tokens) {
     if (has_norms_after_) produced_.reserve(rows * shape.hidden_stride * sizeof(float));
     workspace_ = {hidden_.as<float>(), normed_.as<bf16>(),    queries_.as<bf16>(),  attended_.as<bf16>(),
                   inner_.as<bf16>(),   quantized_.as<char>(), rotation_.as<float>(), heads_.as<float>(),
-                  produced_.as<float>(), scratch_.as<char>(), scratch_bytes(shape, max_inputs_)};
+                  produced_.as<float>(), scratch_.as<char>(), scratch_bytes(shape, max_inputs_), inputs_offset(shape, max_inputs_)};
 }
 
 Pool& NativeModel::pool() {
     if (!pool_) {
-        pool_ = std::make_unique<Pool>(num_threads_, 3 * (int)operations_.size() + 1);
+        pool_ = std::make_unique<Pool>(num_threads_);
         scratch_.reserve(scratch_bytes(model_.shape, max_inputs_) * num_threads_);
     }
     return *pool_;
@@ -368,7 +386,7 @@ void NativeModel::run(const StepArrays& arrays) {
     check_step(arrays);
     pool();
     make_tiles(arrays);
-    reserve(arrays.num_tokens);
+    reserve(arrays.num_tokens, arrays.num_sampled_rows);
     model_.operations = operations_.data();
     model_.num_operations = (int)operations_.size();
     const Batch batch = {(int)arrays.num_tokens,
@@ -392,6 +410,7 @@ void NativeModel::run_head(const int64_t* rows, int64_t num_rows, float* logits)
     if (!num_rows) return;
     // As many rows as the step had have room in the workspace.
     require(num_rows <= num_rows_of_last_step_, "There are more rows than the last step had.");
+    pool().reserve_items((size_t)(num_rows * model_.head.num_panels));
     for (int64_t i = 0; i < num_rows; ++i)
         require(rows[i] >= 0 && rows[i] < num_rows_of_last_step_, "A row is not one of the last step's.");
     Batch batch{};
@@ -403,14 +422,14 @@ void NativeModel::run_head(const int64_t* rows, int64_t num_rows, float* logits)
 }
 
 double NativeModel::read_bandwidth(size_t num_bytes, int num_rounds) {
-    Pool pool(num_threads_, 1);
+    Pool pool(num_threads_);
     Buffer memory(num_bytes);
     const size_t share = num_bytes / (size_t)num_threads_ / kAlignment * kAlignment;
     std::vector<float> sums((size_t)num_threads_);
     double best = 0.0;
     for (int round = 0; round < num_rounds; ++round) {
         const auto start = std::chrono::steady_clock::now();
-        pool.run([&](int thread) {
+        pool.run_on_all([&](int thread) {
             sums[(size_t)thread] = kernels_.read_memory(memory.as<char>() + (size_t)thread * share, share);
         });
         best = std::max(best, (double)share * num_threads_ / seconds_since(start));
@@ -419,7 +438,7 @@ double NativeModel::read_bandwidth(size_t num_bytes, int num_rounds) {
 }
 
 double NativeModel::weight_bandwidth(size_t max_bytes, int num_rounds) {
-    Pool pool(num_threads_, 1);
+    Pool pool(num_threads_);
     std::vector<const Panels*> all_panels;
     for (const Operation& operation : operations_) {
         all_panels.push_back(&operation.first);
@@ -431,7 +450,7 @@ double NativeModel::weight_bandwidth(size_t max_bytes, int num_rounds) {
     for (int round = 0; round < num_rounds; ++round) {
         std::vector<size_t> num_read((size_t)num_threads_);
         const auto start = std::chrono::steady_clock::now();
-        pool.run([&](int thread) {
+        pool.run_on_all([&](int thread) {
             size_t left = max_bytes / (size_t)num_threads_ / kAlignment * kAlignment;
             for (const Panels* panels : all_panels) {
                 const size_t share = bytes_of(*panels) / (size_t)num_threads_ / kAlignment * kAlignment;
@@ -449,13 +468,13 @@ double NativeModel::weight_bandwidth(size_t max_bytes, int num_rounds) {
 }
 
 double NativeModel::multiply_rate(ValueType type, int num_rounds) {
-    Pool pool(num_threads_, 1);
+    Pool pool(num_threads_);
     std::vector<float> sinks((size_t)num_threads_);
     double best = 0.0;
     for (int round = 0; round < num_rounds; ++round) {
         std::vector<double> operations((size_t)num_threads_);
         const auto start = std::chrono::steady_clock::now();
-        pool.run([&](int thread) {
+        pool.run_on_all([&](int thread) {
             operations[(size_t)thread] = kernels_.multiply_in_registers(type, 200'000, &sinks[(size_t)thread]);
         });
         double total = 0.0;

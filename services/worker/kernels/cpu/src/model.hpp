@@ -89,12 +89,13 @@ class NativeModel {
 
    private:
     Panels pack(const Columns& columns, int64_t num_inputs);
+    void add(const Operation& operation);
     const float* keep(Values values, int64_t count, int64_t padded);
     const float* keep_optional(Values values, int64_t count, int64_t padded);
     const float* keep_first_bias(const AttentionDetails& details);
     void check_step(const StepArrays& arrays) const;
     void make_tiles(const StepArrays& arrays);
-    void reserve(int64_t num_tokens);
+    void reserve(int64_t num_tokens, int64_t num_sampled_rows);
 
     Model model_{};
     const Kernels& kernels_;
@@ -105,6 +106,7 @@ class NativeModel {
     size_t weight_bytes_ = 0;
     int max_inner_ = 0;
     int max_inputs_ = 0;
+    int max_panels_of_operations_ = 0;
     int64_t num_blocks_ = 0;
     bool has_head_norms_ = false, has_norms_after_ = false;
     int64_t num_rows_of_last_step_ = 0;

@@ -107,10 +107,10 @@ Panels pack_weight(ValueType type, const Columns& columns, int64_t num_inputs, i
     char* data = static_cast<char*>(arena.allocate((size_t)(panels.num_panels * panels.panel_bytes)));
     panels.data = data;
     // Threads that live for this weight alone: to start them takes a fraction of the time that packing takes.
-    Pool pool(num_threads, 1);
+    Pool pool(num_threads);
     pool.run([&](int) {
         std::vector<float> values(type == ValueType::kInt8 ? (size_t)padded_inputs(panels) * kPanelColumns : 0);
-        for (int panel; (panel = pool.next_item(0)) < panels.num_panels;) {
+        for (int64_t panel; (panel = pool.next_number()) < panels.num_panels;) {
             char* to = data + panel * panels.panel_bytes;
             const bf16* const* of_panel = columns.data() + (size_t)panel * kPanelColumns;
             if (type == ValueType::kInt8)

@@ -124,17 +124,43 @@ struct Workspace {
     float* produced;   // [num_tokens][hidden_stride]: what an operation adds, before it is normed
     char* scratch;     // [num_threads][scratch_stride]
     size_t scratch_stride;
+    size_t inputs_offset;  // where in its scratch a thread keeps inputs that it makes for itself
 };
 
-// Threads that run a step together.
+// A part of a step: some items that may be computed in any order, when all items before them are done. Items are counted
+// on from phase to phase and from step to step.
+struct Phase {
+    uint64_t first, end;
+    int64_t started;  // when this thread came here, on the team's clock
+};
+
+struct Range {
+    int first, end;
+};
+
+// Threads that run a step together. A phase ends when its items are done, whoever did them: while the system runs
+// something else in the place of one thread, the others take all items that it has not claimed, and after a while
+// compute those that it has. Each result is written once, by the thread that takes the item.
 class Team {
    public:
     virtual ~Team() = default;
     virtual int num_threads() const = 0;
-    // Returns when all threads have come here.
-    virtual void barrier() = 0;
-    // Returns the next of the numbers 0, 1, …; the count of `phase` is for one step.
-    virtual int next_item(int phase) = 0;
+    // The number of the first item of the work that is under way.
+    virtual uint64_t first_item() const = 0;
+    virtual int64_t now() const = 0;
+    // Returns some of the phase's items that nobody has claimed, counted from its first and more than one where `grain`
+    // says so and there are many; none when there are none left.
+    virtual Range claim(const Phase& phase, int grain) = 0;
+    virtual bool is_taken(const Phase& phase, int item) const = 0;
+    // Whether the caller writes the results of an item: of all who have computed them one does.
+    virtual bool take(const Phase& phase, int item) = 0;
+    // Says that the results of `count` taken items are written.
+    virtual void finish(int thread, int count) = 0;
+    virtual bool is_over(const Phase& phase) const = 0;
+    // Waits as long as others may well need; whether the phase is over.
+    virtual bool wait_for_others(const Phase& phase) const = 0;
+    // Returns when the phase is over.
+    virtual void wait(const Phase& phase) const = 0;
 };
 
 struct Step {

@@ -1,5 +1,6 @@
 #include "pool.hpp"
 
+#include <algorithm>
 #include <chrono>
 
 namespace octavo {
@@ -7,8 +8,12 @@ namespace {
 
 // Long enough for the gap between two operations of a step. A thread that spins longer takes the core from a process
 // that has work to do, and then all wait for whatever the system runs instead of this step.
-constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr int64_t kSpinNanoseconds = 50'000;
 constexpr int kSpinsBetweenClocks = 64;
+// How long a thread waits for others before it does their items: this long, or a part of the time that the phase took.
+constexpr int64_t kPatienceNanoseconds = 15'000;
+constexpr int kPatiencePart = 4;
+constexpr auto kSleepTime = std::chrono::microseconds(30);
 
 void pause() {
 #if defined(__x86_64__)
@@ -18,9 +23,25 @@ void pause() {
 #endif
 }
 
+int64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+// Spins until `is_done()` for about so long; whether it is.
+template <class IsDone>
+bool spin_until(int64_t num_nanoseconds, const IsDone& is_done) {
+    const int64_t end = nanoseconds() + num_nanoseconds;
+    do {
+        for (int spin = 0; spin < kSpinsBetweenClocks; ++spin) {
+            if (is_done()) return true;
+            pause();
+        }
+    } while (nanoseconds() < end);
+    return is_done();
+}
+
 }  // namespace
 
-Pool::Pool(int num_threads, int num_phases) : num_threads_(num_threads), items_(num_phases) {
+Pool::Pool(int num_threads)
+    : num_threads_(num_threads), num_done_((size_t)num_threads), seats_((size_t)num_threads) {
     for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
 }
 
@@ -31,50 +52,111 @@ Pool::~Pool() {
     for (std::thread& thread : threads_) thread.join();
 }
 
-void Pool::wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
-    const auto end = std::chrono::steady_clock::now() + kSpinTime;
-    do {
-        for (int spin = 0; spin < kSpinsBetweenClocks; ++spin) {
-            if (value.load(std::memory_order_acquire) != old) return;
-            pause();
-        }
-    } while (std::chrono::steady_clock::now() < end);
-    value.wait(old, std::memory_order_acquire);
+// ---- Work ------------------------------------------------------------------------------------------------------------
+
+void Pool::reserve_items(size_t max_items) {
+    if (max_items <= takings_.size()) return;
+    takings_ = std::vector<std::atomic<uint64_t>>(max_items);
 }
 
-void Pool::barrier() {
+void Pool::invite(const std::function<void(int)>& work) {
+    work_ = &work;
+    first_item_ = next_item_.value.load(std::memory_order_relaxed);
+    next_number_.value.store(0, std::memory_order_relaxed);
     if (num_threads_ == 1) return;
-    const uint32_t number = barriers_.value.load(std::memory_order_acquire);
-    if (arrived_.value.fetch_add(1, std::memory_order_acq_rel) + 1 < (uint32_t)num_threads_) {
-        wait_while(barriers_.value, number);
-        return;
-    }
-    arrived_.value.store(0, std::memory_order_relaxed);
-    barriers_.value.store(number + 1, std::memory_order_release);
-    barriers_.value.notify_all();
-}
-
-int Pool::next_item(int phase) {
-    return (int)items_[(size_t)phase].value.fetch_add(1, std::memory_order_relaxed);
+    for (Flag& seat : seats_) seat.value.store(kInvited, std::memory_order_release);
+    generation_.value.fetch_add(1, std::memory_order_release);
+    generation_.value.notify_all();
 }
 
 void Pool::run(const std::function<void(int)>& work) {
-    for (Counter& counter : items_) counter.value.store(0, std::memory_order_relaxed);
-    work_ = &work;
-    generation_.value.fetch_add(1, std::memory_order_release);
-    generation_.value.notify_all();
+    invite(work);
     work(0);
-    // All threads come to this barrier, so none is still at work when the caller goes on.
-    barrier();
+    for (int thread = 1; thread < num_threads_; ++thread) {
+        std::atomic<uint32_t>& seat = seats_[(size_t)thread].value;
+        uint32_t found = kInvited;
+        // Who has not come by now need not come.
+        if (!seat.compare_exchange_strong(found, kEmpty, std::memory_order_acq_rel) && found == kTaken)
+            wait_while(seat, kTaken);
+    }
+}
+
+void Pool::run_on_all(const std::function<void(int)>& work) {
+    invite(work);
+    work(0);
+    for (int thread = 1; thread < num_threads_; ++thread)
+        for (const Seat seat : {kInvited, kTaken}) wait_while(seats_[(size_t)thread].value, seat);
 }
 
 void Pool::serve(int thread) {
-    for (uint32_t seen = 0;; ++seen) {
+    std::atomic<uint32_t>& seat = seats_[(size_t)thread].value;
+    for (uint32_t seen = 0;;) {
         wait_while(generation_.value, seen);
+        seen = generation_.value.load(std::memory_order_acquire);
         if (is_stopping_) return;
+        uint32_t found = kInvited;
+        if (!seat.compare_exchange_strong(found, kTaken, std::memory_order_acq_rel)) continue;
+        seat.notify_all();
         (*work_)(thread);
-        barrier();
+        seat.store(kEmpty, std::memory_order_release);
+        seat.notify_all();
     }
+}
+
+void Pool::wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
+    const auto has_changed = [&] { return value.load(std::memory_order_acquire) != old; };
+    if (!spin_until(kSpinNanoseconds, has_changed)) value.wait(old, std::memory_order_acquire);
+}
+
+// ---- Phases ----------------------------------------------------------------------------------------------------------
+
+int64_t Pool::now() const { return nanoseconds(); }
+
+// Claims become smaller towards the end, so that all come to it at about the same time.
+Range Pool::claim(const Phase& phase, int grain) {
+    uint64_t next = next_item_.value.load(std::memory_order_relaxed);
+    while (next < phase.end) {
+        const uint64_t left = phase.end - next, step = (uint64_t)grain;
+        const uint64_t share = left / (2 * (uint64_t)num_threads_) / step * step;
+        const uint64_t count = std::min(std::max(share, step), left);
+        if (next_item_.value.compare_exchange_weak(next, next + count, std::memory_order_relaxed))
+            return {(int)(next - phase.first), (int)(next + count - phase.first)};
+    }
+    return {0, 0};
+}
+
+bool Pool::is_taken(const Phase& phase, int item) const {
+    return takings_[(size_t)item].load(std::memory_order_relaxed) >= phase.end;
+}
+
+// Of a phase that is over all items were taken then or later.
+bool Pool::take(const Phase& phase, int item) {
+    std::atomic<uint64_t>& taking = takings_[(size_t)item];
+    uint64_t last = taking.load(std::memory_order_relaxed);
+    return last < phase.end && taking.compare_exchange_strong(last, phase.end, std::memory_order_acq_rel);
+}
+
+void Pool::finish(int thread, int count) {
+    // No other thread writes this one's.
+    std::atomic<uint64_t>& num_done = num_done_[(size_t)thread].value;
+    num_done.store(num_done.load(std::memory_order_relaxed) + (uint64_t)count, std::memory_order_release);
+}
+
+bool Pool::is_over(const Phase& phase) const {
+    uint64_t num_done = 0;
+    for (const Counter& counter : num_done_) num_done += counter.value.load(std::memory_order_acquire);
+    return num_done >= phase.end;
+}
+
+bool Pool::wait_for_others(const Phase& phase) const {
+    if (is_over(phase)) return true;
+    const int64_t spent = nanoseconds() - phase.started;
+    return spin_until(std::max(kPatienceNanoseconds, spent / kPatiencePart), [&] { return is_over(phase); });
+}
+
+// Comes here only while another thread is displaced as it writes an item's results; nobody would wake this one.
+void Pool::wait(const Phase& phase) const {
+    while (!spin_until(kSpinNanoseconds, [&] { return is_over(phase); })) std::this_thread::sleep_for(kSleepTime);
 }
 
 }  // namespace octavo

@@ -1,9 +1,10 @@
-// Products of rows with packed weights, divided among threads.
+// Products of rows with packed weights, divided into items.
 //
-// Owns which thread computes what, in which order, and how weights are fetched. It must not know what a weight is for.
+// Owns what an item is, the order of items, and how weights are fetched. It must not know what a weight is for.
 #pragma once
 
 #include "int8_rows.hpp"
+#include "phases.hpp"
 #include "plan.hpp"
 #include "products_common.hpp"
 #include "simd.hpp"
@@ -17,13 +18,15 @@ namespace {
 #if !defined(OCTAVO_AMX)
 constexpr int kFewRows = kMaxRows;
 
-// Rows whose inputs stay in the second-level cache while panels go by.
-constexpr int kChunkRows = 192;
+// Tiles of rows whose inputs stay in the second-level cache while panels go by.
+constexpr int kChunkTilesOfRows = 192 / kMaxRows;
 
-// Computes ROWS rows of NUM_PANELS adjacent panels and hands each row's 32 columns on as two vectors.
+// Computes ROWS rows of NUM_PANELS adjacent panels, which are an item each, and hands each row's 32 columns on as two
+// vectors.
 template <class Groups, int ROWS, int NUM_PANELS, bool PREFETCH, class Epilogue>
-OCTAVO_INLINE void multiply_tile(const Panels& weight, int panel, const Inputs& inputs, int first_row,
-                                 Epilogue& epilogue, ptrdiff_t prefetch_distance) {
+OCTAVO_INLINE void multiply_tile(const Claim& claim, int first_item, const Panels& weight, int panel,
+                                 const Inputs& inputs, int first_row, Epilogue& epilogue,
+                                 ptrdiff_t prefetch_distance) {
     using Sum = typename Groups::Sum;
     const char* base = weight.data + panel * weight.panel_bytes;
     const char* rows = inputs.data + first_row * inputs.stride;
@@ -40,83 +43,87 @@ OCTAVO_INLINE void multiply_tile(const Panels& weight, int panel, const Inputs& 
                                                 weight.num_groups, prefetch_distance);
         for (int i = 0; i < 2 * ROWS; ++i) sums[i] = halves[i % 2][i / 2];
     }
-    for (int i = 0; i < ROWS; ++i)
-        for (int p = 0; p < NUM_PANELS; ++p)
-            epilogue(first_row + i, panel + p, sums[2 * (i * NUM_PANELS + p)], sums[2 * (i * NUM_PANELS + p) + 1]);
+    for (int p = 0; p < NUM_PANELS; ++p)
+        claim.write(first_item + p, [&]() __attribute__((always_inline)) {
+            for (int i = 0; i < ROWS; ++i)
+                epilogue(first_row + i, panel + p, sums[2 * (i * NUM_PANELS + p)], sums[2 * (i * NUM_PANELS + p) + 1]);
+        });
 }
 
 // A few rows: the weight is read once from memory, which is what takes the time.
 template <class Groups, class Epilogue>
-OCTAVO_INLINE void multiply_few_rows(const Panels& weight, Range panels, const Inputs& inputs, int num_rows,
+OCTAVO_INLINE void multiply_few_rows(const Claim& claim, const Panels& weight, const Inputs& inputs, int num_rows,
                                      Epilogue& epilogue) {
     with_rows_up_to<kMaxRows>(num_rows, [&](auto size) __attribute__((always_inline)) {
         constexpr int kRows = decltype(size)::value;
         constexpr int kPanels = kIsWide ? columns_at_once(kRows) / 2 : 1;
         const ptrdiff_t ahead = kRows == 1 ? 2048 : weight.panel_bytes * kPanels;
-        int panel = panels.first;
-        for (; panel + kPanels <= panels.end; panel += kPanels)
-            multiply_tile<Groups, kRows, kPanels, true>(weight, panel, inputs, 0, epilogue, ahead);
-        for (; panel < panels.end; ++panel)
-            multiply_tile<Groups, kRows, 1, true>(weight, panel, inputs, 0, epilogue, ahead);
+        int panel = claim.items.first;
+        for (; panel + kPanels <= claim.items.end; panel += kPanels)
+            multiply_tile<Groups, kRows, kPanels, true>(claim, panel, weight, panel, inputs, 0, epilogue, ahead);
+        for (; panel < claim.items.end; ++panel)
+            multiply_tile<Groups, kRows, 1, true>(claim, panel, weight, panel, inputs, 0, epilogue, ahead);
     });
 }
 
+// One panel and one tile of rows.
 template <class Groups, class Epilogue>
-OCTAVO_INLINE void multiply_rows(const Panels& weight, Range panels, const Inputs& inputs, Range rows,
-                                 Epilogue& epilogue) {
-    for (int panel = panels.first; panel < panels.end; ++panel)
-        for_each_tile(rows.end - rows.first, [&](int first, auto size) __attribute__((always_inline)) {
-            constexpr int kRows = decltype(size)::value;
-            if (first == 0)
-                multiply_tile<Groups, kRows, 1, true>(weight, panel, inputs, rows.first, epilogue,
-                                                      weight.panel_bytes);
-            else
-                multiply_tile<Groups, kRows, 1, false>(weight, panel, inputs, rows.first + first, epilogue, 0);
-        });
+OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& weight, int panel, const Inputs& inputs,
+                                 Range rows, bool is_first_tile, Epilogue& epilogue) {
+    with_rows_up_to<kMaxRows>(rows.end - rows.first, [&](auto size) __attribute__((always_inline)) {
+        constexpr int kRows = decltype(size)::value;
+        if (is_first_tile)
+            multiply_tile<Groups, kRows, 1, true>(claim, item, weight, panel, inputs, rows.first, epilogue,
+                                                  weight.panel_bytes);
+        else
+            multiply_tile<Groups, kRows, 1, false>(claim, item, weight, panel, inputs, rows.first, epilogue, 0);
+    });
 }
 
-OCTAVO_INLINE int rows_of_chunk(ptrdiff_t) { return kChunkRows; }
+OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t) {
+    return {num_rows, num_panels, divided_up(num_rows, kMaxRows), kChunkTilesOfRows};
+}
 OCTAVO_INLINE void begin_products() {}
 OCTAVO_INLINE void end_products() {}
 #endif
 
-template <class Groups, class Epilogue>
-void multiply_groups(const Step& step, int phase, int thread, const Panels& weight, const Inputs& inputs,
-                     int num_rows, Epilogue epilogue) {
-    begin_products();
-    const int chunk_rows = rows_of_chunk(inputs.stride);
-    if (num_rows <= chunk_rows) {
-        const Range panels = share_of(weight.num_panels, thread, step.team->num_threads());
-        if (num_rows <= kFewRows)
-            multiply_few_rows<Groups>(weight, panels, inputs, num_rows, epilogue);
-        else
-            multiply_rows<Groups>(weight, panels, inputs, {0, num_rows}, epilogue);
-        return;
-    }
-    const int num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
-    const int num_groups = (weight.num_panels + kChunkPanels - 1) / kChunkPanels;
-    for (int item; (item = step.team->next_item(phase)) < num_chunks * num_groups;) {
-        const int group = item % num_groups;
-        const Range panels = {group * kChunkPanels, at_most((group + 1) * kChunkPanels, weight.num_panels)};
-        const int first_row = item / num_groups * chunk_rows;
-        multiply_rows<Groups>(weight, panels, inputs, {first_row, at_most(first_row + chunk_rows, num_rows)},
-                              epilogue);
-    }
+// How many panels of a few rows are computed together.
+OCTAVO_INLINE int panels_at_once(int num_rows) { return kIsWide ? at_most(columns_at_once(num_rows) / 2, 2) : 1; }
+
+// `make_inputs()` gives the rows to this thread, before it computes anything.
+template <class Groups, class MakeInputs, class Epilogue>
+void multiply_groups(Walk& walk, const Panels& weight, MakeInputs make_inputs, ptrdiff_t input_stride, int num_rows,
+                     Epilogue epilogue) {
+    const Tiling tiling = tiling_of(num_rows, weight.num_panels, input_stride);
+    const bool is_few = num_rows <= kFewRows;
+    Inputs inputs{nullptr, input_stride};
+    run_phase(
+        walk, tiling.num_items(), is_few ? panels_at_once(num_rows) : 1,
+        [&] {
+            begin_products();
+            inputs.data = make_inputs();
+        },
+        [&](const Claim& claim) {
+            auto write = epilogue.with(weight, inputs);
+            if (is_few) return multiply_few_rows<Groups>(claim, weight, inputs, num_rows, write);
+            for (int item = claim.items.first; item < claim.items.end; ++item) {
+                const Tiling::Place place = tiling.place_of(item);
+                if (!claim.is_taken(item))
+                    multiply_item<Groups>(claim, item, weight, place.panel, inputs, place.rows, place.is_first_tile,
+                                          write);
+            }
+        });
 }
 
-// Maps num_rows rows of `stride` bfloat16 values, or their int8 values in the workspace where the weight is int8;
+// Maps num_rows rows of bfloat16 values, or of int8 values where the weight is int8, `stride` bytes apart;
 // `epilogue(row, panel, left, right)` takes what comes out.
-template <class Epilogue>
-void multiply(const Step& step, int phase, int thread, const Panels& weight, const bf16* inputs, int stride,
-              int num_rows, Epilogue epilogue) {
-    if (weight.type == ValueType::kInt8) {
-        const Inputs quantized = quantized_inputs(step, weight);
-        multiply_groups<Int8Quads>(step, phase, thread, weight, quantized, num_rows,
-                                   Scaled<Epilogue>{weight, quantized, epilogue});
-    } else {
-        const Inputs rows = {(const char*)inputs, stride * (ptrdiff_t)sizeof(bf16)};
-        multiply_groups<Bfloat16Pairs>(step, phase, thread, weight, rows, num_rows, epilogue);
-    }
+template <class MakeInputs, class Epilogue>
+void multiply(Walk& walk, const Panels& weight, MakeInputs make_inputs, ptrdiff_t input_stride, int num_rows,
+              Epilogue epilogue) {
+    if (weight.type == ValueType::kInt8)
+        multiply_groups<Int8Quads>(walk, weight, make_inputs, input_stride, num_rows, ScaledLater<Epilogue>{epilogue});
+    else
+        multiply_groups<Bfloat16Pairs>(walk, weight, make_inputs, input_stride, num_rows, AsItIs<Epilogue>{epilogue});
 }
 
 }  // namespace

@@ -134,7 +134,7 @@ Sampler::Sampler(int vocab_size, int num_threads, Pool* pool, const std::string&
     : kernels_(row_kernels_named(kernels)), vocab_size_(vocab_size), num_chunks_((vocab_size + kChunk - 1) / kChunk), pool_(pool) {
     if (vocab_size < 1 || num_threads < 1) throw std::invalid_argument("There must be a vocabulary and a thread.");
     if (!pool_) {
-        own_pool_ = std::make_unique<Pool>(num_threads, 1);
+        own_pool_ = std::make_unique<Pool>(num_threads);
         pool_ = own_pool_.get();
     }
     for (int thread = 0; thread < pool_->num_threads(); ++thread)
@@ -147,7 +147,7 @@ template <class Work>
 void Sampler::for_each_row(int64_t num_rows, const Work& work) {
     if (num_rows == 1) return work(*threads_[0], 0);
     pool_->run([&](int thread) {
-        for (int64_t row; (row = pool_->next_item(0)) < num_rows;) work(*threads_[(size_t)thread], row);
+        for (int64_t row; (row = pool_->next_number()) < num_rows;) work(*threads_[(size_t)thread], row);
     });
 }
 

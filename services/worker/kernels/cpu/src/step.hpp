@@ -1,12 +1,12 @@
 // One step of a model: embedding, attention and feed-forward operations, and the head.
 //
-// Owns the order of the computation and how it is divided among threads. It must not know sampling or where a batch
-// came from. Each row's result is a fixed sequence of operations that depends on nothing but its sequence's tokens:
+// Owns the order of the computation and its division into phases. It must not know sampling or where a batch came from. Each row's result is a fixed sequence of operations that depends on nothing but its sequence's tokens:
 // sums over inputs run in the order of the inputs, attention runs over tiles of sixteen positions and corrects its
 // softmax every sixteen tiles, both counted from the sequence's first token.
 #pragma once
 
 #include "attention.hpp"
+#include "phases.hpp"
 #include "plan.hpp"
 #include "products.hpp"
 #include "simd.hpp"
@@ -82,52 +82,101 @@ OCTAVO_INLINE Vec norm_scale_of(const float* from, int size, int stride, float e
     return splat(1.0f / __builtin_sqrtf(sum_of(squares) / (float)size + eps));
 }
 
-// Rounds rows of `stride` bfloat16 values that a thread has to itself, for a weight that is int8.
-void quantize_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, Range range) {
-    if (weight.type != ValueType::kInt8) return;
-    const Workspace& work = *step.workspace;
-    float* rotated = (float*)(work.scratch + thread * work.scratch_stride);
-    for (int row = range.first; row < range.end; ++row)
-        quantize_row(rows + (ptrdiff_t)row * stride, stride, num_inputs_of(weight), rotated,
-                     work.quantized + row * quantized_stride(weight));
-}
-
-// The same for all rows of a step, when all threads are done with them and before any goes on.
-void share_quantized_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride) {
-    if (weight.type != ValueType::kInt8) return;
-    quantize_rows(step, thread, weight, rows, stride,
-                  share_of(step.batch->num_tokens, thread, step.team->num_threads()));
-    step.team->barrier();
-}
-
 void norm_row(const Shape& shape, const float* hidden, const float* weight, bf16* normed) {
     const Vec scale = norm_scale_of(hidden, shape.hidden_size, shape.hidden_stride, shape.rms_norm_eps);
     for (int i = 0; i < shape.hidden_stride; i += kLanes)
         store_bf16(normed + i, load(hidden + i) * scale * load(weight + i));
 }
 
-// Normalizes rows as inputs of the weight `next`.
-void norm_rows(const Step& step, int thread, const float* weight, const Panels& next) {
-    const Shape& shape = step.model->shape;
-    const Range rows = share_of(step.batch->num_tokens, thread, step.team->num_threads());
-    for (int row = rows.first; row < rows.end; ++row) {
-        const ptrdiff_t offset = (ptrdiff_t)row * shape.hidden_stride;
-        norm_row(shape, step.workspace->hidden + offset, weight, step.workspace->normed + offset);
-    }
-    quantize_rows(step, thread, next, step.workspace->normed, shape.hidden_stride, rows);
+// ---- Inputs of products ---------------------------------------------------------------------------------------------
+
+// As many rows each thread prepares for itself before it multiplies them: it takes less time than to meet the others.
+constexpr int kOwnRows = 4;
+
+ptrdiff_t input_stride_of(const Panels& weight, int row_stride) {
+    return weight.type == ValueType::kInt8 ? quantized_stride(weight) : row_stride * (ptrdiff_t)sizeof(bf16);
 }
 
-// Adds what an operation produced to the residual stream. Each thread has the rows that it norms next.
-void add_normed_rows(const Step& step, int thread, const float* weight) {
+float* rotated_scratch(const Workspace& work, int thread) {
+    return (float*)(work.scratch + thread * work.scratch_stride);
+}
+
+// Maps what rows of the residual stream are when they are normed; `rows` names them, or is null for all in their order.
+template <class Epilogue>
+void multiply_normed(const Step& step, Walk& walk, const Panels& weight, const float* norm, const int64_t* rows,
+                     int num_rows, Epilogue epilogue) {
     const Shape& shape = step.model->shape;
-    const Range rows = share_of(step.batch->num_tokens, thread, step.team->num_threads());
-    for (int row = rows.first; row < rows.end; ++row) {
+    const Workspace& work = *step.workspace;
+    const bool is_int8 = weight.type == ValueType::kInt8;
+    const int stride = shape.hidden_stride;
+    // Makes one row of inputs.
+    const auto make_row = [&](int index, bf16* normed, char* quantized) {
+        const ptrdiff_t row = rows ? rows[index] : index;
+        norm_row(shape, work.hidden + row * stride, norm, normed);
+        if (is_int8) quantize_row(normed, stride, num_inputs_of(weight), rotated_scratch(work, walk.thread), quantized);
+    };
+    const ptrdiff_t input_stride = input_stride_of(weight, stride);
+    if (num_rows > kOwnRows) {
+        run_short_items(walk, num_rows, [&](int index) {
+            make_row(index, work.normed + (ptrdiff_t)index * stride, work.quantized + index * input_stride);
+        });
+        const char* inputs = is_int8 ? work.quantized : (const char*)work.normed;
+        multiply(walk, weight, [=] { return inputs; }, input_stride, num_rows, epilogue);
+        return;
+    }
+    char* own = work.scratch + walk.thread * work.scratch_stride + work.inputs_offset;
+    bf16* normed = (bf16*)own;
+    char* quantized = own + kMaxRowsAtOnce * stride * (ptrdiff_t)sizeof(bf16);
+    multiply(
+        walk, weight,
+        [&] {
+            for (int index = 0; index < num_rows; ++index)
+                make_row(index, normed + (ptrdiff_t)index * stride, quantized + index * input_stride);
+            return is_int8 ? (const char*)quantized : own;
+        },
+        input_stride, num_rows, epilogue);
+}
+
+// Maps all rows of a step, which lie in memory as they are.
+template <class Epilogue>
+void multiply_rows_of(const Step& step, Walk& walk, const Panels& weight, const bf16* rows, int stride,
+                      Epilogue epilogue) {
+    const Workspace& work = *step.workspace;
+    const int num_rows = step.batch->num_tokens;
+    const ptrdiff_t input_stride = input_stride_of(weight, stride);
+    if (weight.type != ValueType::kInt8) {
+        multiply(walk, weight, [=] { return (const char*)rows; }, input_stride, num_rows, epilogue);
+        return;
+    }
+    const auto quantize = [&](int row, char* to) {
+        quantize_row(rows + (ptrdiff_t)row * stride, stride, num_inputs_of(weight), rotated_scratch(work, walk.thread),
+                     to + row * input_stride);
+    };
+    if (num_rows > kOwnRows) {
+        run_short_items(walk, num_rows, [&](int row) { quantize(row, work.quantized); });
+        multiply(walk, weight, [&] { return (const char*)work.quantized; }, input_stride, num_rows, epilogue);
+        return;
+    }
+    char* own = work.scratch + walk.thread * work.scratch_stride + work.inputs_offset;
+    multiply(
+        walk, weight,
+        [&] {
+            for (int row = 0; row < num_rows; ++row) quantize(row, own);
+            return (const char*)own;
+        },
+        input_stride, num_rows, epilogue);
+}
+
+// Adds what an operation produced to the residual stream.
+void add_normed_rows(const Step& step, Walk& walk, const float* weight) {
+    const Shape& shape = step.model->shape;
+    run_short_items(walk, step.batch->num_tokens, [&](int row) {
         const float* produced = step.workspace->produced + (ptrdiff_t)row * shape.hidden_stride;
         float* hidden = step.workspace->hidden + (ptrdiff_t)row * shape.hidden_stride;
         const Vec scale = norm_scale_of(produced, shape.hidden_size, shape.hidden_stride, shape.rms_norm_eps);
         for (int i = 0; i < shape.hidden_stride; i += kLanes)
             store(hidden + i, load(hidden + i) + load(produced + i) * scale * load(weight + i));
-    }
+    });
 }
 
 // ---- Epilogues -----------------------------------------------------------------------------------------------------
@@ -271,109 +320,87 @@ struct WriteColumns {
 
 // ---- The step ------------------------------------------------------------------------------------------------------
 
-void begin_rows(const Step& step, int thread) {
+void begin_rows(const Step& step, Walk& walk) {
     const Model& model = *step.model;
-    const Range rows = share_of(step.batch->num_tokens, thread, step.team->num_threads());
-    for (int row = rows.first; row < rows.end; ++row) {
+    run_short_items(walk, step.batch->num_tokens, [&](int row) {
         embed_row(model, step.batch->token_ids[row],
                   step.workspace->hidden + (ptrdiff_t)row * model.shape.hidden_stride);
         for (int rotation = 0; rotation < model.num_rotations; ++rotation)
             rotation_of(model, rotation, step.batch->positions[row],
                         step.workspace->rotation +
                             ((ptrdiff_t)rotation * step.batch->num_tokens + row) * model.shape.head_dim);
-    }
+    });
 }
 
-// Heads, not rows, are divided, because a single row has several.
-void norm_heads(const Step& step, int thread, const Operation& operation) {
+void norm_heads(const Step& step, Walk& walk, const Operation& operation) {
     const Shape& shape = step.model->shape;
     const int heads_per_row = shape.num_heads + shape.num_kv_heads;
-    const Range heads = share_of(step.batch->num_tokens * heads_per_row, thread, step.team->num_threads());
     const WriteHeads write{step, operation};
-    for (int index = heads.first; index < heads.end; ++index)
-        write.norm_head(index / heads_per_row, index % heads_per_row);
+    run_short_items(walk, step.batch->num_tokens, [&](int row) {
+        for (int head = 0; head < heads_per_row; ++head) write.norm_head(row, head);
+    });
 }
 
-void run_operation(const Step& step, int index, int thread) {
-    const Operation& operation = step.model->operations[index];
+void run_operation(const Step& step, Walk& walk, const Operation& operation) {
     const Shape& shape = step.model->shape;
     const Workspace& work = *step.workspace;
-    const int phase = 3 * index, num_tokens = step.batch->num_tokens;
+    const int num_tokens = step.batch->num_tokens;
     const WriteProduced write = operation.norm_after
                                     ? WriteProduced{nullptr, work.produced, shape.hidden_stride, operation.second_bias}
                                     : WriteProduced{work.hidden, work.hidden, shape.hidden_stride, operation.second_bias};
-    norm_rows(step, thread, operation.norm, operation.first);
-    step.team->barrier();
     if (operation.kind == OperationKind::kAttention) {
-        multiply(step, phase, thread, operation.first, work.normed, shape.hidden_stride, num_tokens,
-                 WriteHeads{step, operation});
-        step.team->barrier();
-        if (operation.query_norm) {
-            norm_heads(step, thread, operation);
-            step.team->barrier();
-        }
-        attend(step, phase + 1, thread, operation);
-        step.team->barrier();
-        const int heads_stride = shape.num_heads * shape.head_dim;
-        share_quantized_rows(step, thread, operation.second, work.attended, heads_stride);
-        multiply(step, phase + 2, thread, operation.second, work.attended, heads_stride, num_tokens, write);
+        multiply_normed(step, walk, operation.first, operation.norm, nullptr, num_tokens, WriteHeads{step, operation});
+        if (operation.query_norm) norm_heads(step, walk, operation);
+        attend(step, walk, operation);
+        multiply_rows_of(step, walk, operation.second, work.attended, shape.num_heads * shape.head_dim, write);
     } else {
         const int inner_stride = operation.first.num_panels * kLanes;
-        multiply(step, phase, thread, operation.first, work.normed, shape.hidden_stride, num_tokens,
-                 WriteGated{work.inner, inner_stride, operation.activation});
-        step.team->barrier();
-        share_quantized_rows(step, thread, operation.second, work.inner, inner_stride);
-        multiply(step, phase + 2, thread, operation.second, work.inner, inner_stride, num_tokens, write);
+        multiply_normed(step, walk, operation.first, operation.norm, nullptr, num_tokens,
+                        WriteGated{work.inner, inner_stride, operation.activation});
+        multiply_rows_of(step, walk, operation.second, work.inner, inner_stride, write);
     }
-    step.team->barrier();
-    if (operation.norm_after) add_normed_rows(step, thread, operation.norm_after);
+    if (operation.norm_after) add_normed_rows(step, walk, operation.norm_after);
 }
 
 // Looking at every row, not only at those that are sampled, finds a fault in the step in which it is cached.
-void end_rows(const Step& step, int thread) {
+void end_rows(const Step& step, Walk& walk) {
     const Shape& shape = step.model->shape;
-    const int num_threads = step.team->num_threads();
-    const Range rows = share_of(step.batch->num_tokens, thread, num_threads);
-    for (int row = rows.first; row < rows.end; ++row) {
+    run_short_items(walk, step.batch->num_tokens, [&](int row) {
         Vec total = zero();
         const float* hidden = step.workspace->hidden + (ptrdiff_t)row * shape.hidden_stride;
         // A value that is not finite gives a difference that is not a number.
         for (int i = 0; i < shape.hidden_stride; i += kLanes) total = total + (load(hidden + i) - load(hidden + i));
         step.batch->is_finite[row] = sum_of(total) == 0.0f;
-    }
+    });
 }
 
 // The logits of the batch's rows to sample, from the residual stream.
-void run_head(const Step& step, int thread) {
+void sample_rows(const Step& step, Walk& walk) {
     const Model& model = *step.model;
-    const Shape& shape = model.shape;
-    const Range sampled = share_of(step.batch->num_sampled_rows, thread, step.team->num_threads());
-    for (int index = sampled.first; index < sampled.end; ++index)
-        norm_row(shape, step.workspace->hidden + step.batch->sampled_rows[index] * shape.hidden_stride,
-                 model.final_norm, step.workspace->normed + (ptrdiff_t)index * shape.hidden_stride);
-    quantize_rows(step, thread, model.head, step.workspace->normed, shape.hidden_stride, sampled);
-    step.team->barrier();
     if (step.batch->num_sampled_rows)
-        multiply(step, 3 * model.num_operations, thread, model.head, step.workspace->normed, shape.hidden_stride,
-                 step.batch->num_sampled_rows, WriteColumns{step.batch->logits, shape.vocab_size});
+        multiply_normed(step, walk, model.head, model.final_norm, step.batch->sampled_rows,
+                        step.batch->num_sampled_rows, WriteColumns{step.batch->logits, model.shape.vocab_size});
     end_products();
+}
+
+void run_head(const Step& step, int thread) {
+    Walk walk(*step.team, thread);
+    sample_rows(step, walk);
 }
 
 void run_step(const Step& step, int thread) {
     const Model& model = *step.model;
-    begin_rows(step, thread);
-    step.team->barrier();
-    for (int index = 0; index < model.num_operations; ++index) run_operation(step, index, thread);
-    // A row to sample may have been finished by another thread than the one that norms it.
-    if (model.num_operations && model.operations[model.num_operations - 1].norm_after) step.team->barrier();
-    end_rows(step, thread);
-    run_head(step, thread);
+    Walk walk(*step.team, thread);
+    begin_rows(step, walk);
+    for (int index = 0; index < model.num_operations; ++index) run_operation(step, walk, model.operations[index]);
+    end_rows(step, walk);
+    sample_rows(step, walk);
 }
 
 void multiply_all_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
                        int num_columns) {
-    share_quantized_rows(step, thread, weight, rows, stride);
-    multiply(step, 0, thread, weight, rows, stride, step.batch->num_tokens, WriteColumns{to, num_columns});
+    Walk walk(*step.team, thread);
+    multiply_rows_of(step, walk, weight, rows, stride, WriteColumns{to, num_columns});
     end_products();
 }
 

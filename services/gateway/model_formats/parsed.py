@@ -1,0 +1,34 @@
+"""What a model's answer is made of once its own marks are read: text, reasoning, and parts of calls.
+
+Owns no behaviour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A part of a call: with its first the function's name, then pieces of its arguments."""
+
+    call_index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedText:
+    """What became certain: text for the reader, reasoning, and parts of calls."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+class OutputParser(Protocol):
+    """Takes one answer's text. However it is cut into pieces, the same comes out."""
+
+    def add(self, text: str, *, is_last: bool) -> ParsedText:
+        """Take the next text; with the last, what was held back is given."""
