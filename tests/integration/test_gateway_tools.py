@@ -262,7 +262,7 @@ async def test_anthropics_client_gets_thoughts_calls_and_gives_results(stands: A
             {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
         ]
         say(stand, "Sunny.")
-        last = await client.messages.create(messages=turns, **fields)
+        await client.messages.create(messages=turns, **fields)
         count = await client.messages.count_tokens(model=MODEL_NAME, messages=turns, tools=BLOCK_TOOLS)
 
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
