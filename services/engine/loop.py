@@ -265,6 +265,7 @@ class EngineLoop:
                 admission=config.admission,
                 batching=config.batching,
                 layout=config.layout,
+                speculation=config.speculation_config,
             ),
             self._handles,
         )
@@ -328,13 +329,17 @@ class EngineLoop:
         scheduler, metrics = self._require_scheduler(), self._metrics
         num_sequences = len(output.slots)
         self._speed.note_step(
-            num_tokens=output.num_tokens, num_sequences=num_sequences, step_seconds=result.step_seconds
+            num_tokens=output.num_tokens - output.num_draft_tokens,
+            num_sequences=num_sequences,
+            step_seconds=result.step_seconds,
         )
         metrics.steps.inc()
         metrics.step_seconds.observe(result.step_seconds)
         metrics.scheduled_tokens.inc(output.num_tokens)
         metrics.step_tokens.observe(output.num_tokens)
         metrics.output_tokens.inc(len(result.token_ids))
+        metrics.draft_tokens.inc(output.num_draft_tokens)
+        metrics.accepted_draft_tokens.inc(len(result.token_ids) - len(result.slots))
         metrics.preemptions.inc(scheduler.take_num_preemptions())
         for rule, count in scheduler.take_refusals().items():
             metrics.admission_waits.labels(rule).inc(count)

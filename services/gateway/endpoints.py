@@ -23,7 +23,6 @@ from services.gateway.prompts import Prompt
 from services.gateway.responses_answers import RESPONSE_ID_PREFIX, ResponseFormat
 from services.gateway.responses_schema import ValidResponse, parse_response
 from services.gateway.text_preparation import PreparedPrompt
-from services.gateway.tool_call_text import HermesCallParser
 
 # What OpenAI gives for a plain prompt where nothing is said.
 _TEXT_MAX_TOKENS: Final = 16
@@ -65,8 +64,7 @@ class Endpoint(Generic[Request]):
 def _chat_format(
     request: ValidChatCompletion, head: AnswerHead, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
 ) -> AnswerFormat:
-    new_parser = None if request.tools is None else HermesCallParser
-    return ChatFormat(head, request.options, prompts[0], LogprobShapes(tokenizer), new_parser)
+    return ChatFormat(head, request.options, prompts[0], LogprobShapes(tokenizer))
 
 
 def _text_format(
@@ -84,7 +82,7 @@ def _message_format(
 def _response_format(
     request: ValidResponse, head: AnswerHead, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
 ) -> AnswerFormat:
-    return ResponseFormat(head, request.body)
+    return ResponseFormat(head, request.body, LogprobShapes(tokenizer))
 
 
 CHAT: Final = Endpoint("chatcmpl-", "messages", None, parse_chat_completion, _chat_format)

@@ -15,6 +15,7 @@ from services.gateway.generation import MAX_CHOICES
 from services.gateway.openai_fields import check_stream_options
 from services.gateway.openai_values import is_number, read_boolean, read_integer, read_number, read_token_ids
 from services.gateway.output_constraints import OutputConstraint, parse_output_constraint
+from services.gateway.tools import ToolUse
 
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_STRING_CHARACTERS: Final = 256
@@ -92,6 +93,17 @@ class GenerationOptions:
     # Recorded in the log only.
     user: str | None
     metadata: Mapping[str, str]
+    # What may be called.
+    tools: ToolUse | None = None
+    # Reasoning is told apart from the answer, and shown; its limit in tokens.
+    reads_reasoning: bool = False
+    shows_reasoning: bool = True
+    max_reasoning_tokens: int | None = None
+
+    @property
+    def tool_names(self) -> frozenset[str]:
+        """The names of the functions that may be called."""
+        return frozenset() if self.tools is None else self.tools.names
 
     @property
     def num_measured_prompt_logprobs(self) -> int | None:

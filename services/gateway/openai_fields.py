@@ -64,6 +64,10 @@ CHAT_FIELDS: Final = _SHARED_FIELDS | {
     "tools",
     "tool_choice",
     "parallel_tool_calls",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "include_reasoning",
+    "thinking_token_budget",
 }
 
 
@@ -166,7 +170,7 @@ _NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
 }
 # What messages of some roles have beside what all have.
 _MESSAGE_FIELDS: Final[Mapping[str, frozenset[str]]] = {
-    "assistant": frozenset({"role", "content", "tool_calls"}),
+    "assistant": frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning"}),
     "tool": frozenset({"role", "content", "tool_call_id"}),
 }
 

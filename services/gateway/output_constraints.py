@@ -49,7 +49,7 @@ def parse_output_constraint(body: Mapping[str, Any]) -> OutputConstraint | None:
     constraint = response_format or structured
     if constraint is not None:
         _check_size(constraint)
-        check_beside_constraint(body, constraint)
+        _check_beside(body, constraint.param)
     return constraint
 
 
@@ -60,13 +60,16 @@ def _check_size(constraint: OutputConstraint) -> None:
         raise InvalidRequest(error.message, param=constraint.param) from error
 
 
-def check_beside_constraint(body: Mapping[str, Any], constraint: OutputConstraint) -> None:
-    """Refuse what would keep a constrained answer from its end."""
+def check_beside_tools(body: Mapping[str, Any]) -> None:
+    """Refuse what would keep an answer with calls from its end."""
+    _check_beside(body, "tools")
+
+
+def _check_beside(body: Mapping[str, Any], param: str) -> None:
     for name, neutral in (("ignore_eos", False), ("min_tokens", 0)):
         if body.get(name) not in (None, neutral):
             raise UnsupportedField(
-                f"{name!r} cannot be used with {constraint.param!r}: the answer ends where its form is complete.",
-                param=name,
+                f"{name!r} cannot be used with {param!r}: the answer ends where its form is complete.", param=name
             )
 
 

@@ -6,6 +6,7 @@ Owns their fields and answers. Prompts become tokens here exactly as they do for
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -20,10 +21,19 @@ from services.gateway.openai_schema import ModelFacts, check_model_name, read_ch
 from services.gateway.openai_values import are_token_ids, read_boolean
 from services.gateway.prompts import Prompt, TextPrompt
 from services.gateway.text_preparation import TextPreparation
+from services.gateway.tools import read_tools
 
 TOKENIZE_TEXT_FIELDS: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
 TOKENIZE_CHAT_FIELDS: Final = frozenset(
-    {"model", "messages", "add_generation_prompt", "continue_final_message", "return_token_strs"}
+    {
+        "model",
+        "messages",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "tools",
+        "return_token_strs",
+    }
 )
 DETOKENIZE_FIELDS: Final = frozenset({"model", "tokens"})
 # Of one token, in mean; only decides which threads do the work.
@@ -50,7 +60,7 @@ class Tokenization:
         """Return a prompt's tokens; raises OctavoError for what is no prompt."""
         with self._admission.admit() as slot, slot.interruptible():
             body = await self._read(call)
-            prompt = _read_prompt(body)
+            prompt = _read_prompt(body, self._model)
             returns_strings = read_boolean(body, "return_token_strs", default=False)
             token_ids = await self._text.run(
                 lambda: self._text.token_ids_of(prompt), num_characters=prompt.num_characters
@@ -97,10 +107,13 @@ class Tokenization:
         return detokenizer.add(token_ids) + detokenizer.flush()
 
 
-def _read_prompt(body: Mapping[str, Any]) -> Prompt:
+def _read_prompt(body: Mapping[str, Any], model: ModelFacts) -> Prompt:
     if "messages" in body:
         check_fields(body, TOKENIZE_CHAT_FIELDS)
-        return read_chat_prompt(body)
+        prompt = read_chat_prompt(body, model)
+        return dataclasses.replace(
+            prompt, tools=tuple(tool.as_value() for tool in read_tools(body.get("tools"), "tools"))
+        )
     check_fields(body, TOKENIZE_TEXT_FIELDS)
     text = body.get("prompt")
     if not isinstance(text, str):

@@ -51,10 +51,12 @@ class StepMeter:
         self._metrics.tokens.inc(result.num_computed_tokens)
         for failed in result.failed_sequences:
             self._metrics.failed_sequences.labels(failed.failure.value).inc()
-        kind = StepKind.of(step.num_scheduled_tokens) if result.num_computed_tokens else None
+        num_known = step.num_scheduled_tokens - step.num_draft_tokens
+        kind = StepKind.of(num_known) if result.num_computed_tokens else None
         self._metrics.step_seconds.labels(_NOTHING_COMPUTED if kind is None else kind.value).observe(
             result.duration_seconds
         )
+        self._metrics.exchange_wait_seconds.inc(result.exchange_wait_seconds)
         if result.work is not None:
             self._count_work(result.work, result.duration_seconds)
         if self._last is not None and self._last.is_continued_by(step):

@@ -31,6 +31,11 @@ class DeepSeekV31Format:
     name = "deepseek_v31"
     marks: tuple[str, ...] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
+    @property
+    def instruction(self) -> str:
+        """How to call, for models whose template does not say it."""
+        return f"To call a function, answer: {self.call_text('<function-name>', '<args-json-object>')}"
+
     def read(self, reader: TextReader, names: Collection[str]) -> Reading[None]:
         """Take all of an answer's text."""
         # R1 sometimes leaves out the outer mark.

@@ -20,11 +20,13 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Take the control tokens of ``tokenizer``; without one, all marks are text."""
-        self._control_token_ids: dict[str, int] = {}
-        if tokenizer is not None:
-            self._control_token_ids = {
-                token.text: token.token_id for token in tokenizer.definition.added_tokens if token.is_special
-            }
+        added = () if tokenizer is None else tokenizer.definition.added_tokens
+        self._token_ids = {token.text: token.token_id for token in added}
+        self._control_token_ids = {token.text: token.token_id for token in added if token.is_special}
+
+    def token_id(self, mark: str) -> int | None:
+        """Return the token that is the mark, control or text, if there is one."""
+        return self._token_ids.get(mark)
 
     def control_token_id(self, mark: str) -> int | None:
         """Return the control token that is the mark, if there is one."""
@@ -74,6 +76,10 @@ class ToolFormat(Protocol):
 
         None where the form has none: such calls can be neither required nor held to a schema.
         """
+
+    @property
+    def instruction(self) -> str:
+        """How to call, for models whose template does not say it."""
 
     def call_text(self, name: str, arguments: str) -> str:
         """Return a call as a model writes it, for templates that do not know calls; ``arguments`` is JSON."""

@@ -23,6 +23,11 @@ class HermesFormat:
 
     name = "hermes"
     marks = (BEGIN, END)
+    # As Qwen's template words it.
+    instruction = (
+        "For each function call, return a json object with function name and arguments within "
+        f'{BEGIN}{END} XML tags:\n{BEGIN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{END}'
+    )
 
     def read(self, reader: TextReader, names: Collection[str]) -> Reading[None]:
         """Take all of an answer's text."""

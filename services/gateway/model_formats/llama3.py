@@ -24,6 +24,11 @@ class Llama3Format:
 
     name = "llama3"
     marks = (TAG,)
+    # As Llama's template words it.
+    instruction = (
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}. '
+        "Do not use variables."
+    )
 
     def read(self, reader: TextReader, names: Collection[str]) -> Reading[None]:
         """Take all of an answer's text."""

@@ -29,6 +29,9 @@ class MistralListFormat:
 
     name = "mistral"
     marks: tuple[str, ...] = (BEGIN, CALL_ID, ARGUMENTS)
+    instruction = (
+        f'To call functions, answer: {BEGIN}[{{"name": <function-name>, "arguments": <args-json-object>}}]'
+    )
 
     def read(self, reader: TextReader, names: Collection[str]) -> Reading[None]:
         """Take all of an answer's text."""
@@ -56,6 +59,7 @@ class MistralNamedFormat(MistralListFormat):
     """A ``ToolFormat``: each call has the mark, its name and its arguments."""
 
     name = "mistral_named"
+    instruction = f"To call functions, answer for each: {BEGIN}<function-name>{ARGUMENTS}<args-json-object>"
 
     def grammar(self, tools: Sequence[tuple[str, str]], max_calls: int, vocabulary: Vocabulary) -> CallGrammar:
         """Return the grammar of calls; a tool is its name and the rule of its arguments."""

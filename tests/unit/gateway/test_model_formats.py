@@ -37,13 +37,14 @@ def read(
     *,
     reasoning: str | None = None,
     state: ReasoningState = ReasoningState.POSSIBLE,
+    names: Sequence[str] = NAMES,
 ) -> Read:
     """Read pieces strictly: a call begins with its name and an index of its own."""
     model_format = ModelFormat(
         tools=TOOL_FORMATS[tool_format or "hermes"],
         reasoning=None if reasoning is None else REASONING_FORMATS[reasoning],
     )
-    parser = model_format.new_parser(state, NAMES if tool_format else ())
+    parser = model_format.new_parser(state, names if tool_format else ())
     assert parser is not None
     found = Read()
     for index, piece in enumerate(pieces):
@@ -263,7 +264,7 @@ def test_a_mark_where_no_json_has_it_does_not_become_an_argument() -> None:
 
 @pytest.mark.parametrize("reasoning", REASONING_FORMATS)
 @given(data=st.data(), thought=PLAIN.map(str.strip), answer=PLAIN.map(str.strip), is_opened=st.booleans())
-@example(data=None, thought="", answer="Hi", is_opened=True)  # type: ignore[arg-type]
+@example(data=None, thought="", answer="Hi", is_opened=True)
 def test_reasoning_is_told_apart_in_any_pieces(
     reasoning: str, data: st.DataObject | None, thought: str, answer: str, is_opened: bool
 ) -> None:

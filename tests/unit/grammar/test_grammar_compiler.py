@@ -103,10 +103,18 @@ def allowed_by(compiled: CompiledGrammar, vocab_size: int) -> np.ndarray[tuple[i
 
 def draw(compiled: CompiledGrammar, text: ModelText, seed: int) -> tuple[str, bool]:
     """Return what a model without any idea says, and whether it came to an end."""
+    token_ids, is_complete = draw_token_ids(compiled, text, seed)
+    assert not any(map(text.tokenizer.is_special, token_ids))
+    output = b"".join(map(text.tokenizer.token_bytes, token_ids))
+    return output.decode(errors="strict" if is_complete else "replace"), is_complete
+
+
+def draw_token_ids(compiled: CompiledGrammar, text: ModelText, seed: int) -> tuple[list[int], bool]:
+    """Return the tokens of it, without the one that ended it."""
     rng = np.random.default_rng(seed)
     size = text.tokenizer.vocab_size
     short_token_ids = np.array([t for t in range(size) if len(text.tokenizer.token_bytes(t)) <= 1])
-    output = b""
+    token_ids: list[int] = []
     for _ in range(MAX_TOKENS):
         allowed = allowed_by(compiled, size)
         assert len(allowed), "the grammar led into a dead end"
@@ -115,10 +123,9 @@ def draw(compiled: CompiledGrammar, text: ModelText, seed: int) -> tuple[str, bo
         token_id = int(rng.choice(short if len(short) and rng.random() < 0.6 else allowed))
         compiled.accept(token_id)
         if token_id in text.eos_token_ids:
-            return output.decode(), True
-        assert not text.tokenizer.is_special(token_id)
-        output += text.tokenizer.token_bytes(token_id)
-    return output.decode(errors="replace"), False
+            return token_ids, True
+        token_ids.append(token_id)
+    return token_ids, False
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
