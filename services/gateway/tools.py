@@ -41,6 +41,8 @@ class Tool:
     parameters: Mapping[str, Any]
     # Arguments must be valid for their schema; where they can be held to it they always are.
     is_strict: bool = False
+    # Where the request has its parameters, for what cannot be enforced.
+    parameters_path: str = "tools"
 
     def as_value(self) -> dict[str, Any]:
         """Return the tool as templates and models read it."""
@@ -101,7 +103,8 @@ def make_tool(
         )
     if not isinstance(strict, bool | None):
         raise InvalidRequest(f"'{path}.strict' must be true or false.", param=f"{path}.strict")
-    return Tool(name, description, _parameters(parameters, f"{path}.{parameters_name}"), bool(strict))
+    parameters_path = f"{path}.{parameters_name}"
+    return Tool(name, description, _parameters(parameters, parameters_path), bool(strict), parameters_path)
 
 
 def check_name(name: Any, path: str) -> None:

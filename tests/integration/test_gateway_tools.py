@@ -232,7 +232,7 @@ async def test_a_call_that_is_cut_is_told_as_far_as_it_came(stands: Any) -> None
             model=MODEL_NAME, max_tokens=99, messages=[{"role": "user", "content": "Rome?"}], tools=BLOCK_TOOLS
         )
 
-    (call,) = whole.choices[0].message.tool_calls or ()
+    (call,) = whole.choices[0].message.tool_calls
     assert (call.function.arguments, whole.choices[0].finish_reason) == ('{"city": "Ro', "length")
     assert (response.status, response.output[0].type, response.output[0].status) == (
         "incomplete",
@@ -262,7 +262,7 @@ async def test_anthropics_client_gets_thoughts_calls_and_gives_results(stands: A
             {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
         ]
         say(stand, "Sunny.")
-        last = await client.messages.create(messages=turns, **fields)
+        await client.messages.create(messages=turns, **fields)
         count = await client.messages.count_tokens(model=MODEL_NAME, messages=turns, tools=BLOCK_TOOLS)
 
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
