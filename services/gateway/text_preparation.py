@@ -35,7 +35,7 @@ _NO_MARKS = NoMarks()
 _LONG_TEXT_CHARACTERS = 256 * 1024
 # A character of a grammar costs as much as so many of a text; only decides which threads do the work.
 _CHARACTERS_PER_GRAMMAR_CHARACTER = 16
-# In these lies the mark of reasoning that a template writes at the end of a prompt, and white space after it.
+# In these lies the marker of reasoning that a template writes at the end of a prompt, and white space after it.
 _ENDING_TOKENS = 16
 
 

@@ -16,11 +16,12 @@ import orjson
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
-from libs.text import ToolCall
+from libs.text import ChatMessage, ToolCall
 
 MAX_TOOLS: Final = 128
 MAX_DESCRIPTION_CHARACTERS: Final = 8192
 
+_SHOWN_ID_CHARACTERS: Final = 64
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -203,6 +204,18 @@ def make_tool_call(call_id: str, name: Any, arguments: Any, path: str) -> ToolCa
     if not isinstance(arguments, str) or not _is_object(arguments):
         raise InvalidRequest(f"'{path}.arguments' must be a JSON object as a string.", param=f"{path}.arguments")
     return ToolCall(call_id, name, arguments)
+
+
+def check_results(messages: Sequence[ChatMessage], param: str) -> None:
+    """Refuse a tool's result that answers no call before it; raises InvalidRequest."""
+    called: set[str] = set()
+    for message in messages:
+        called.update(call.call_id for call in message.tool_calls)
+        if message.role == "tool" and message.tool_call_id not in called:
+            shown = (message.tool_call_id or "")[:_SHOWN_ID_CHARACTERS]
+            raise InvalidRequest(
+                f"'{param}' has a result of the call {shown!r}, and no such call before it.", param=param
+            )
 
 
 def _is_object(text: str) -> bool:

@@ -75,7 +75,7 @@ async def stands(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Call
 
 
 def say(stand: Stand, text: str, *, tokens_per_step: int = 1, reason: int | None = None) -> None:
-    """Have the engine say a text, its marks as control tokens."""
+    """Have the engine say a text, its markers as control tokens."""
     token_ids = stand.model_text.tokenizer.encode(text, allow_special=True)
     if reason is None:
         stand.engine.default_script = Script(

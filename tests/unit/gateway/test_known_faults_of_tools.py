@@ -79,7 +79,8 @@ async def test_an_accepted_schema_is_enforced(
 
     assert any(is_complete for _, is_complete in outputs)
     for output, is_complete in outputs:
-        assert not is_complete or jsonschema.validate(json.loads(output), schema) is None
+        if is_complete:
+            jsonschema.validate(json.loads(output), schema)
 
 
 def test_an_unknown_form_is_refused() -> None:
@@ -149,7 +150,8 @@ async def test_what_is_accepted_is_enforced_as_a_form_and_as_a_tool(
     outputs = [draw(compiler.compile(grammar), model_text, seed) for seed in range(6)]
 
     for output, is_complete in outputs:
-        assert not is_complete or jsonschema.validate(json.loads(output), schema) is None
+        if is_complete:
+            jsonschema.validate(json.loads(output), schema)
 
 
 def test_white_space_between_tokens_is_bounded(model_text: ModelText) -> None:
