@@ -8,7 +8,7 @@ SOURCES := Makefile pyproject.toml $(wildcard requirements/*.txt)
 STAMP := $(VENV)/installed-$(shell cat $(SOURCES) | sha256sum | cut -c1-16)
 
 .PHONY: install up test test-slow check proto bench bench-scheduler bench-policies bench-batching bench-worker \
-	bench-sampler bench-serve bench-ttft bench-gateway bench-speculation
+	bench-ranks bench-sampler bench-serve bench-ttft bench-gateway bench-speculation
 
 # The kernels are compiled again when their sources change; without a compiler this says so and workers use torch.
 install: $(STAMP)
@@ -60,6 +60,9 @@ bench-sampler: install
 
 bench-worker: install
 	@GOMP_SPINCOUNT=0 $(BIN)/python -m scripts.bench_worker $(ARGS)
+
+bench-ranks: install
+	@GOMP_SPINCOUNT=0 $(BIN)/python -m scripts.bench_ranks $(ARGS)
 
 # BASE and VS are URLs of servers that run; without BASE `octavo up` is started, and VS=vllm starts `vllm serve`.
 bench-serve: install

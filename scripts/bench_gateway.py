@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each measurement")
     parser.add_argument("--requests-per-second", type=float, default=200.0, help="for the time to first token")
     parser.add_argument("--against", default="", help="folder of another checkout to measure in the same run")
+    parser.add_argument("--only", nargs="*", default=["relay", "ttft", "bad_input"], help="parts to measure")
     parser.add_argument("--memory", type=int, default=0, help="only send so many requests and watch memory")
     parser.add_argument("--profile", default="", help="write a cProfile of the gateway to this file")
     options = parser.parse_args()
@@ -90,20 +91,20 @@ def _measure_all(engine_address: str, options: argparse.Namespace) -> dict[str, 
         other = None
         if options.against:
             other = stack.enter_context(running_gateway(engine_address, Path(options.against)))
-        relay, relay_of_other = [], []
-        for num_streams in options.streams:
-            relay.append(_measure_relay(gateway, num_streams, options))
+        result: dict[str, Any] = {"relay": [], "ttft": {}, "bad_input": {}}
+        against: dict[str, Any] = {"relay": [], "ttft": {}, "ratios": []}
+        for num_streams in options.streams if "relay" in options.only else ():
+            result["relay"].append(_measure_relay(gateway, num_streams, options))
             if other is not None:
-                relay_of_other.append(_measure_relay(other, num_streams, options))
-        result: dict[str, Any] = {"relay": relay, "ttft": _measure_ttft(gateway, options)}
-        if other is not None:
-            result["against"] = {"relay": relay_of_other, "ttft": _measure_ttft(other, options)}
-            result["ratios"] = [
-                round(mine["tokens_per_s_per_core"] / others["tokens_per_s_per_core"], 3)
-                for mine, others in zip(relay, relay_of_other, strict=True)
-            ]
-        result["bad_input"] = _measure_bad_input(gateway, options)
-        return result
+                against["relay"].append(_measure_relay(other, num_streams, options))
+                mine, others = (one["relay"][-1]["tokens_per_s_per_core"] for one in (result, against))
+                against["ratios"].append(round(mine / others, 3))
+        if "ttft" in options.only:
+            result["ttft"] = _measure_ttft(gateway, options)
+            against["ttft"] = {} if other is None else _measure_ttft(other, options)
+        if "bad_input" in options.only:
+            result["bad_input"] = _measure_bad_input(gateway, options)
+        return result if other is None else result | {"against": against}
 
 
 def _measure_relay(gateway: Gateway, num_streams: int, options: argparse.Namespace) -> dict[str, Any]:

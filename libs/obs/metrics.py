@@ -5,7 +5,10 @@ Counters end in ``_total``; histograms carry their unit and explicit buckets tha
 
 from __future__ import annotations
 
+import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
@@ -16,9 +19,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
     start_http_server,
+    values,
 )
 from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 # Each counter's time of birth would be half of what a scrape sends, and nothing here reads it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -47,11 +53,52 @@ _IDLE_GAP_BUCKETS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01
 _TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 65_536, 262_144)
 
 
-class GatewayMetrics:
-    """What a gateway counts."""
+class _FrequentHistogram(Histogram):
+    """A histogram for what happens for each token: observed by one thread, without locks, added up when read."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._num_new = [0] * len(self._upper_bounds)
+        self._new_sum = 0.0
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """Observe an amount; exemplars are not kept."""
+        self._num_new[bisect_left(self._upper_bounds, amount)] += 1
+        self._new_sum += amount
+
+    def add_up(self) -> None:
+        """Add what was observed since the last time to what others can read."""
+        for bucket, count in zip(self._buckets, self._num_new, strict=True):
+            if count:
+                bucket.inc(count)
+        self._sum.inc(self._new_sum)
+        self._num_new, self._new_sum = [0] * len(self._upper_bounds), 0.0
+
+    def _child_samples(self) -> Iterable[Sample]:
+        self.add_up()
+        return super()._child_samples()
+
+
+def share_metrics(folder: Path, process_name: str) -> None:
+    """Keep the values of all metrics made from now on in files, for all processes that share ``folder``.
+
+    A process that is started again under its name goes on with the values of the one before, so counters never go
+    back. Call it before any metric is made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # The library looks for its folder there and nowhere else.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    values.ValueClass = values.MultiProcessValue(lambda: process_name)  # type: ignore[no-untyped-call]
+
+
+class GatewayMetrics:
+    """What a gateway counts; with ``shared_folder`` what all processes count that share it."""
+
+    def __init__(self, registry: CollectorRegistry, shared_folder: Path | None = None) -> None:
+        self.registry = self._read_registry = registry
+        if shared_folder is not None:
+            self._read_registry = CollectorRegistry()
+            MultiProcessCollector(self._read_registry, str(shared_folder))  # type: ignore[no-untyped-call]
         self.requests_started = Counter(
             "octavo_gateway_requests_started", "Requests that reached a route of ours.", registry=registry
         )
@@ -62,8 +109,13 @@ class GatewayMetrics:
             registry=registry,
         )
         self.requests_in_flight = Gauge(
-            "octavo_gateway_requests_in_flight", "Requests accepted and not ended.", registry=registry
+            "octavo_gateway_requests_in_flight",
+            "Requests accepted and not ended.",
+            registry=registry,
+            multiprocess_mode="sum",
         )
+        # None are, whatever a process of this name before had when it was killed.
+        self.requests_in_flight.set(0)
         self.prompt_tokens = Counter(
             "octavo_gateway_prompt_tokens",
             "Prompt tokens by how their request ended.",
@@ -85,7 +137,7 @@ class GatewayMetrics:
             buckets=_LATENCY_BUCKETS_SECONDS,
             registry=registry,
         )
-        self.itl = Histogram(
+        self.itl = _FrequentHistogram(
             "octavo_gateway_itl_seconds",
             "Gap between two successive token deliveries of a request.",
             buckets=_GAP_BUCKETS_SECONDS,
@@ -112,6 +164,15 @@ class GatewayMetrics:
             "Requests of an earlier gateway process that were closed as gateway_lost.",
             registry=registry,
         )
+
+    def add_up(self) -> None:
+        """Let other processes see all that this one has counted."""
+        self.itl.add_up()
+
+    def render(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        self.add_up()
+        return render(self._read_registry)
 
 
 class ScrapedEngineMetrics:
@@ -282,6 +343,11 @@ class WorkerMetrics:
             "octavo_worker_idle_gap_seconds",
             "Time between the end of a step and the next one that goes on with a sequence of it.",
             buckets=_IDLE_GAP_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.exchange_wait_seconds = Counter(
+            "octavo_worker_exchange_wait_seconds",
+            "Time of steps that this rank waited for the other ranks of its group.",
             registry=registry,
         )
         self.tokens = Counter("octavo_worker_tokens", "Tokens computed.", registry=registry)

@@ -45,6 +45,11 @@ class IncrementalDetokenizer:
         """Take the next tokens and return the text that is now certain."""
         return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next token's text depends on nothing before: no character and no leading space is open."""
+        return not (self._is_first_token or self._num_spaces_to_drop or self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """Return what an unfinished character at the end becomes: U+FFFD, or nothing when none is pending."""
         return self._decoder.decode(b"", final=True)

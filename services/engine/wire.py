@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,6 @@ from services.engine.core.scheduler_output import (
 from services.engine.core.timings import CacheMissReason, FirstToken, Stall, StallReason
 from services.engine.feed import FeedEvent
 from services.engine.identity import EngineState, EngineStatus, LoadedModel
-
-# The loop names this type without importing generated code.
-GenerateResponse: TypeAlias = generation_pb2.GenerateResponse
 
 # 32 bytes each: parts stay well under 1 MB.
 _HASHES_PER_PART = 16_384
@@ -95,6 +92,7 @@ def request_from_submit(submit: generation_pb2.Submit, *, owner: int, now: float
         num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
         num_prompt_logprobs=params.num_prompt_logprobs if params.HasField("num_prompt_logprobs") else None,
         stall_bound_seconds=seconds_from_duration(submit.stall_bound) if submit.HasField("stall_bound") else None,
+        received_time=now,
         traceparent=submit.traceparent or None,
     )
 
@@ -108,13 +106,17 @@ def refuse_unknown_tokens(request: Request, vocab_size: int) -> None:
             )
 
 
-def started_message(
-    request_id: str, handles: Sequence[int], *, accept_seconds: float | None = None
-) -> generation_pb2.GenerateResponse:
-    """Tell a request's handles, and how long it took to accept it where timings were asked for."""
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message on its way to a gateway, and when the step that it tells of was applied, on the engine's clock."""
+
+    message: generation_pb2.GenerateResponse
+    applied_time: float | None = None
+
+
+def started_message(request_id: str, handles: Sequence[int]) -> generation_pb2.GenerateResponse:
+    """Tell a request's handles."""
     started = generation_pb2.Started(request_id=request_id, handles=handles)
-    if accept_seconds is not None:
-        started.accept_duration.CopyFrom(duration_from_seconds(accept_seconds))
     return generation_pb2.GenerateResponse(started=[started])
 
 
@@ -227,8 +229,8 @@ def _stall_message(stall: Stall) -> generation_pb2.Stall:
 # ---- steps: engine and workers ----
 
 
-def load_request(config: EngineConfig, rank: int) -> worker_pb2.LoadModelRequest:
-    """Say what a rank serves."""
+def load_request(config: EngineConfig, rank: int, group_id: str) -> worker_pb2.LoadModelRequest:
+    """Say what a rank serves, and in which group."""
     return worker_pb2.LoadModelRequest(
         rank=rank,
         tensor_parallel_size=len(config.worker_addresses),
@@ -236,6 +238,7 @@ def load_request(config: EngineConfig, rank: int) -> worker_pb2.LoadModelRequest
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        group_id=group_id,
     )
 
 

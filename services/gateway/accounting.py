@@ -101,6 +101,18 @@ class RequestAccount:
         self._last_token_time = now
         self._num_deliveries += 1
 
+    def deliver_more(self, num_tokens: int, now: float) -> None:
+        """Note that tokens after the first are on their way, at ``now`` on the ledger's clock."""
+        self.num_completion_tokens += num_tokens
+        self._ledger.metrics.itl.observe(now - self._last_token_time)
+        self._last_token_time = now
+        self._num_deliveries += 1
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since tokens were last on their way."""
+        return self._ledger.monotonic() - self._last_token_time
+
     def finish(self, reason: FinishReason) -> None:
         """End well."""
         self._set_end(_FINISHED_STATUSES[reason], None, _HTTP_OK)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.gateway.client_call import Framing
+from services.gateway.event_template import ChunkTemplate
 from services.gateway.generation import FinishReason, TokenLogprob
 from services.gateway.output_text import TextDelta
 
@@ -138,6 +139,9 @@ class AnswerFormat(Protocol):
 
     def events(self, delta: ChoiceDelta) -> bytes:
         """Return the events of a stream for a delta; there may be none."""
+
+    def text_template(self, choice_index: int) -> ChunkTemplate | None:
+        """Return the event that shows a choice's next text, where it depends on nothing but that text."""
 
     def usage_event(self, counts: UsageCounts) -> bytes:
         """Return the event with the counts."""

@@ -7,10 +7,10 @@ deltas, so that the concatenated stream equals the whole answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from services.gateway.accounting import RequestAccount
 from services.gateway.answer_format import AnswerFormat, ChoiceDelta, UsageCounts, WholeChoice
@@ -18,11 +18,15 @@ from services.gateway.client_call import Answered, AnswerWriter
 from services.gateway.failover import Generation, deadline_exceeded
 from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
 from services.gateway.latency_receipt import Segment
-from services.gateway.output_text import ChoiceOutput
+from services.gateway.output_text import ChoiceOutput, OutputText
 from services.gateway.request_times import NO_ANSWER_TIMES, AnswerTimes
+from services.gateway.token_relay import JsonPieces, TokenRelay
 
 # So many tokens' log-probabilities take about a millisecond to write.
 _MANY_LOGPROBS: Final = 128
+
+# Makes what writes the tokens of one choice, by its index in the answer; None where its chunks say more than text.
+NewRelay: TypeAlias = Callable[[int, OutputText, RequestAccount], TokenRelay | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,23 @@ class PromptAnswer:
             # After a stop string the engine would go on; nobody wants what it would say.
             self.generation.stop()
         return deltas
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since tokens were last on their way to the client."""
+        return self._account.silent_seconds
+
+    def begin_relay(self, new_relay: NewRelay) -> None:
+        """Let tokens of choices of which only the text is wanted pass by, until ``end_relay``."""
+        for index, output in enumerate(self._outputs):
+            if index not in self._reasons and isinstance(output, OutputText) and output.is_plain:
+                relay = new_relay(self._first_index + index, output, self._account)
+                self.generation.relay_choice(index, relay)
+
+    def end_relay(self) -> None:
+        """Let all tokens come to ``take``."""
+        for index in range(len(self._outputs)):
+            self.generation.relay_choice(index, None)
 
     def finish(self) -> None:
         """Close the books of an answer that is over: it is cut by its length if any choice is."""
@@ -160,7 +181,8 @@ class AnswerSource:
         Raises:
             OctavoError: a prompt could not be served or its engine failed; what came before was returned already.
         """
-        wait_until = asyncio.get_running_loop().time() + self._settings.heartbeat_seconds
+        loop, heartbeat_seconds = asyncio.get_running_loop(), self._settings.heartbeat_seconds
+        wait_until = loop.time() + heartbeat_seconds
         while True:
             for prompt in self._prompts:
                 if prompt.failure is not None:
@@ -171,13 +193,29 @@ class AnswerSource:
             except TimeoutError:
                 if wait_until >= self._deadline:
                     raise deadline_exceeded() from None
-                self.times.waited()
-                return None
+                # Tokens that passed by were signs of life too.
+                left_seconds = heartbeat_seconds - min(prompt.silent_seconds for prompt in self._prompts)
+                if left_seconds <= 0:
+                    self.times.waited()
+                    return None
+                wait_until = loop.time() + left_seconds
+                continue
             self._news.clear()
             self.times.woke()
             if deltas := [delta for prompt in self._prompts for delta in prompt.take()]:
                 self.times.took()
                 return deltas
+
+    @contextmanager
+    def relayed(self, new_relay: NewRelay) -> Iterator[None]:
+        """Let tokens pass by on relays while ``next_deltas`` has nothing else to return."""
+        for prompt in self._prompts:
+            prompt.begin_relay(new_relay)
+        try:
+            yield
+        finally:
+            for prompt in self._prompts:
+                prompt.end_relay()
 
     async def usage(self) -> UsageCounts:
         """Return the counts of an answer that is over; engines get a moment to tell theirs."""
@@ -228,12 +266,12 @@ async def send_whole(source: AnswerSource, writer: AnswerWriter[Answered], answe
 
 
 async def send_stream(
-    source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat
+    source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat, pieces: JsonPieces
 ) -> Answered:
     """Write the answer as it comes; an error is raised, whether or not the stream has begun."""
     writer.framing = answer_format.framing
     async with source.started():
-        data = await _write_deltas(source, writer, answer_format)
+        data = await _write_deltas(source, writer, answer_format, pieces)
     if answer_format.includes_usage:
         if not source.has_ended:
             # The engine is asked for its counts after a stop string; the client need not wait for the text.
@@ -248,10 +286,18 @@ async def send_stream(
     return response
 
 
-async def _write_deltas(source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat) -> bytes:
+async def _write_deltas(
+    source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat, pieces: JsonPieces
+) -> bytes:
     """Write the choices until their ends; the last events are left to the caller."""
+
+    def new_relay(choice_index: int, output: OutputText, account: RequestAccount) -> TokenRelay | None:
+        template = answer_format.text_template(choice_index)
+        return None if template is None else TokenRelay(writer, template, output, account, pieces)
+
     while True:
-        deltas = await source.next_deltas()
+        with source.relayed(new_relay):
+            deltas = await source.next_deltas()
         if deltas is None:
             await writer.ping()
             source.times.wrote()

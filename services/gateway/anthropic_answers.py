@@ -9,8 +9,8 @@ import orjson
 
 from libs.errors import OctavoError, spec_of
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice, new_call_id
-from services.gateway.chunks import ChunkTemplate
 from services.gateway.client_call import Framing
+from services.gateway.event_template import ChunkTemplate
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import ErrorShape, error_body, known_error
 from services.gateway.partial_json import complete_object
@@ -91,6 +91,10 @@ class MessageFormat:
                 data += self._open({"type": "text", "text": ""})
             data += self._close()
         return data
+
+    def text_template(self, choice_index: int) -> ChunkTemplate | None:
+        """Return the event of a next text while a block of text is open."""
+        return self._text_template if self._kind == "text" else None
 
     def usage_event(self, counts: UsageCounts) -> bytes:
         """Return the events that end the message."""

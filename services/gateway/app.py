@@ -172,7 +172,7 @@ class _Routes:
                 num_blocks_used=engine.num_blocks_used,
                 num_blocks=engine.num_blocks,
             )
-        body = render(self._parts.metrics.registry) + render(engines.registry)
+        body = self._parts.metrics.render() + render(engines.registry)
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: _METRICS_CONTENT_TYPE})
 
 

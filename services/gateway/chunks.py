@@ -1,33 +1,11 @@
-"""What the chunks of streams have in common: the event of a text, and the counts beside it.
-
-Owns how a chunk is written fast. It must not know the shape of a choice.
-"""
+"""What the chunks of streams have in common: the counts beside them. It must not know the shape of a choice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
-
-import orjson
+from typing import Any
 
 from services.gateway.answer_format import UsageCounts
 from services.gateway.generation_options import GenerationOptions
-from services.gateway.sse import event, named_event
-
-_MARK: Final = "\x00mark\x00"
-
-
-class ChunkTemplate:
-    """The event of one choice for any text, cut from a chunk that is made once."""
-
-    def __init__(self, make_chunk: Callable[[str], dict[str, Any]], *, name: str | None = None) -> None:
-        chunk = orjson.dumps(make_chunk(_MARK))
-        whole = event(chunk) if name is None else named_event(name, chunk)
-        self._before_text, self._after_text = whole.split(orjson.dumps(_MARK))
-
-    def event_of(self, text: str) -> bytes:
-        """Return the event."""
-        return self._before_text + orjson.dumps(text) + self._after_text
 
 
 class RunningUsage:

@@ -52,6 +52,13 @@ class AnswerWriter(Protocol[Answered]):
     def is_open(self) -> bool:
         """Whether anything was sent, so that an error can no longer be a plain answer."""
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether a part of a stream that is open can be written without waiting."""
+
+    def write_now(self, data: bytes) -> None:
+        """Write a part of a stream, where that is clear."""
+
     async def send(self, data: bytes) -> None:
         """Write a part of a stream; raises when the client has left or does not read in time."""
 

@@ -33,6 +33,7 @@ from services.gateway.peers import PlacementAsk
 from services.gateway.receipt_format import ReceiptFormat
 from services.gateway.request_spans import RequestSpans, RequestTrace
 from services.gateway.text_preparation import PreparedPrompt, PreparedText, TextPreparation, fit_output
+from services.gateway.token_relay import JsonPieces
 
 log = get_logger("completions")
 
@@ -89,6 +90,7 @@ class Completions:
         self._max_model_len = max_model_len
         self._draw_seed = draw_seed
         self._tasks = tasks
+        self._json_pieces = JsonPieces(text.model_text.tokenizer)
 
     async def serve(self, call: ClientCall[Answered], endpoint: Endpoint[Request]) -> Answered:
         """Serve one request; however it ends, its accounts are closed with that end.
@@ -286,7 +288,7 @@ class Completions:
         if times.is_wanted:
             answer_format = ReceiptFormat(answer_format, times)
         if request.options.is_streaming:
-            return await send_stream(source, writer, answer_format)
+            return await send_stream(source, writer, answer_format, self._json_pieces)
         return await send_whole(source, writer, answer_format)
 
     def _new_outputs(self, options: GenerationOptions, prompt: PreparedPrompt) -> list[ChoiceOutput]:

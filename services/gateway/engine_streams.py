@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from libs.errors import EngineLost, InternalError, OctavoError, Overloaded, UnavailableError
 from libs.obs import get_logger
@@ -33,9 +34,19 @@ from services.gateway.latency_receipt import nanos
 log = get_logger("engine_streams")
 
 
+class Relay(Protocol):
+    """Takes tokens at once, so that the reader need not be woken for them."""
+
+    def write(self, token_ids: Sequence[int], now: float) -> bool:
+        """Take the tokens of a step; False, with nothing taken, leaves them to the reader."""
+
+
 @dataclass(slots=True)
 class _Choice:
     """One choice as it has come so far."""
+
+    request: EngineRequest
+    index: int
 
     pending_token_ids: list[int] = field(default_factory=list)
     pending_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -44,10 +55,18 @@ class _Choice:
     handle: int | None = None
     is_end_taken: bool = False
     is_aborted: bool = False
+    relay: Relay | None = None
 
     @property
     def has_news(self) -> bool:
         return bool(self.pending_token_ids) or (self.end is not None and not self.is_end_taken)
+
+    def relays(self, token_ids: Sequence[int], now: float) -> bool:
+        """Give tokens to the relay; False where there is none, or others wait before them, or it takes none."""
+        if self.relay is None or self.pending_token_ids or not self.relay.write(token_ids, now):
+            return False
+        self.num_received_tokens += len(token_ids)
+        return True
 
 
 class EngineRequest:
@@ -69,7 +88,7 @@ class EngineRequest:
         """Begin; ``times`` takes the marks of a request that asked for timings."""
         self.request_id = request_id
         self.times = times
-        self._choices = [_Choice() for _ in range(num_choices)]
+        self._choices = [_Choice(self, index) for index in range(num_choices)]
         # Of the prompt's tokens after the first, where they are wanted; whole as soon as a first token has come.
         self.prompt_logprobs: list[TokenLogprob] = []
         self._news = news
@@ -146,11 +165,19 @@ class EngineRequest:
             choice.is_aborted = True
             self._on_abort(self, (choice.handle,))
 
-    def on_accepted(self, handles: Sequence[int]) -> None:
+    def relay_choice(self, choice_index: int, relay: Relay | None) -> None:
+        """Let tokens of a choice go to ``relay`` as they come, while the reader only waits; None ends that.
+
+        Where the request's times are kept nothing is relayed: they are those of the reader.
+        """
+        self._choices[choice_index].relay = relay if self.times is None else None
+
+    def on_accepted(self, handles: Sequence[int]) -> dict[int, _Choice]:
         """The engine knows the request, and these are its choices; called by its stream."""
         for choice, handle in zip(self._choices, handles, strict=True):
             choice.handle = handle
         self._accepted.set()
+        return dict(zip(handles, self._choices, strict=True))
 
     def on_step(
         self,
@@ -257,7 +284,7 @@ class _EngineStream:
         self.address = address
         self._max_requests = max_requests
         self._requests: dict[str, EngineRequest] = {}
-        self._by_handle: dict[int, tuple[EngineRequest, int]] = {}
+        self._by_handle: dict[int, _Choice] = {}
         # The choices whose timings were asked for.
         self._timed: dict[int, tuple[TryTimes, int]] = {}
         # A request is submitted once, and it and each of its choices are aborted at most once; only a peer that
@@ -342,13 +369,16 @@ class _EngineStream:
             self._note_arrivals(events)
         for handle, entries in events.prompt_logprobs.items():
             if handle in self._by_handle:
-                self._by_handle[handle][0].prompt_logprobs += entries
-        ends = dict(events.ends)
-        offset = 0
+                self._by_handle[handle].request.prompt_logprobs += entries
+        ends, logprobs = dict(events.ends), events.output_logprobs
+        now, offset = time.monotonic(), 0
         for handle, count in zip(events.handles, events.num_tokens, strict=True):
             token_ids = events.token_ids[offset : offset + count]
             offset += count
-            self._tell(handle, token_ids, ends.pop(handle, None), events.output_logprobs.get(handle, ()))
+            choice = self._by_handle.get(handle)
+            if choice is None or (handle not in ends and handle not in logprobs and choice.relays(token_ids, now)):
+                continue
+            self._tell(handle, token_ids, ends.pop(handle, None), logprobs.get(handle, ()))
         for handle, end in ends.items():
             self._tell(handle, [], end)
 
@@ -359,10 +389,11 @@ class _EngineStream:
         end: GenerationEnd | None,
         logprobs: Sequence[TokenLogprob] = (),
     ) -> None:
-        request, choice_index = self._by_handle.get(handle, (None, 0))
-        if request is None:
+        choice = self._by_handle.get(handle)
+        if choice is None:
             return
-        request.on_step(choice_index, token_ids, end, logprobs)
+        request = choice.request
+        request.on_step(choice.index, token_ids, end, logprobs)
         if end is not None:
             del self._by_handle[handle]
             self._timed.pop(handle, None)
@@ -387,13 +418,10 @@ class _EngineStream:
             request.on_lost(InternalError("The engine started a wrong number of choices."))
             self._requests.pop(request_id)
             return
-        for choice_index, handle in enumerate(handles):
-            self._by_handle[handle] = (request, choice_index)
-            if request.times is not None:
-                self._timed[handle] = (request.times, choice_index)
         if request.times is not None:
+            self._timed |= {handle: (request.times, index) for index, handle in enumerate(handles)}
             request.times.accept(time.monotonic_ns(), accept_seconds)
-        request.on_accepted(handles)
+        self._by_handle |= request.on_accepted(handles)
 
     def _end_all(self, loss: OctavoError) -> None:
         requests, self._requests = self._requests, {}

@@ -23,7 +23,7 @@ from libs.errors import (
     WorkerLost,
 )
 from libs.obs import get_logger
-from services.gateway.engine_streams import EngineRequest, EngineStreams
+from services.gateway.engine_streams import EngineRequest, EngineStreams, Relay
 from services.gateway.engine_times import Journey
 from services.gateway.generation import ChoiceStep, EngineUsage, Submission, TokenLogprob
 from services.gateway.peers import PlacementAsk
@@ -157,6 +157,11 @@ class Generation:
         if self._request is None or not self._has_started:
             return []
         return self._request.take()
+
+    def relay_choice(self, choice_index: int, relay: Relay | None) -> None:
+        """Let tokens of a choice go to ``relay`` as they come, while nobody takes; None ends that."""
+        if self._request is not None:
+            self._request.relay_choice(choice_index, relay)
 
     def stop_choice(self, choice_index: int) -> None:
         """End one choice; the others go on."""

@@ -40,6 +40,10 @@ class Segment(StrEnum):
     WIRE = "wire"
     ENGINE_QUEUE = "engine_queue"
     PREFILL = "prefill"
+    # In the engine, from the sampling of the first token until it was handed to the stream.
+    PUBLISH = "publish"
+    # How much longer the first token was under way than the acceptance.
+    DELIVERY = "delivery"
     # An engine that could not tell more had the request.
     ENGINE = "engine"
     # From a first token's arrival until its bytes were ready for the client's socket.

@@ -11,7 +11,8 @@ from typing import Any
 import orjson
 
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice, new_call_id
-from services.gateway.chunks import ChunkTemplate, RunningUsage
+from services.gateway.chunks import RunningUsage
+from services.gateway.event_template import ChunkTemplate
 from services.gateway.generation import FinishReason, TokenLogprob
 from services.gateway.generation_options import GenerationOptions
 from services.gateway.logprob_shapes import LogprobShapes
@@ -63,6 +64,11 @@ class ChatFormat:
             reason = _reason(content.finish_reason, content.num_calls)
             data += event(orjson.dumps(self._chunk(index, {}, reason)))
         return data
+
+    def text_template(self, choice_index: int) -> ChunkTemplate | None:
+        """Return the event of a next text where text is all that a chunk says."""
+        is_plain = self._usage.is_constant and not self._options.returns_token_ids
+        return self._templates.get(choice_index) if is_plain else None
 
     def usage_event(self, counts: UsageCounts) -> bytes:
         """Return the event with the counts."""

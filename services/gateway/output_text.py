@@ -82,6 +82,20 @@ class OutputText:
         """Tokens taken until the end, the one that completed a stop string included."""
         return self._num_tokens
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether only the text of tokens is wanted, and nothing is looked for in it."""
+        return not self._is_token_by_token
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next token's text depends on nothing before it."""
+        return self._detokenizer.is_settled
+
+    def pass_by(self, num_tokens: int) -> None:
+        """Count tokens that were whole characters and are shown already; only where it is plain and settled."""
+        self._num_tokens += num_tokens
+
     def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
         """Take the next tokens; what comes after a stop string is surplus and not counted."""
         shown = self._shown(token_ids, end)

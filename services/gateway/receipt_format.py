@@ -38,6 +38,9 @@ class ReceiptFormat:
         """Return the events of a stream for a delta."""
         return self._inner.events(delta)
 
+    def text_template(self, choice_index: int) -> None:
+        """Return nothing: where times are told, all tokens take the way of which they tell."""
+
     def usage_event(self, counts: UsageCounts) -> bytes:
         """Return the events that end a stream, the last one with the receipt."""
         return self._with_receipt(self._inner.usage_event(counts), _EVENT_END)

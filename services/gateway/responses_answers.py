@@ -64,6 +64,9 @@ class ResponseFormat:
             data += self._end_item(_status(content.finish_reason))
         return data
 
+    def text_template(self, choice_index: int) -> None:
+        """Return nothing: every event has its number."""
+
     def usage_event(self, counts: UsageCounts) -> bytes:
         """Return the event that ends the response."""
         assert self._reason is not None, "the counts come after the end"

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from libs.errors import DeadlineExceeded, OctavoError
 from services.gateway.client_call import Framing
@@ -65,12 +65,25 @@ class SseWriter:
         self._request = request
         self._deadline = deadline
         self._response: web.StreamResponse | None = None
+        self._transport: asyncio.Transport | None = None
+        self._is_chunked = request.version >= HttpVersion11
         self.framing = OPENAI_FRAMING
 
     @property
     def is_open(self) -> bool:
         """Whether the head was sent."""
         return self._response is not None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the stream is open and its connection takes bytes without waiting."""
+        transport = self._transport
+        return transport is not None and not (self._request.protocol.writing_paused or transport.is_closing())
+
+    def write_now(self, data: bytes) -> None:
+        """Write whole events as aiohttp would, but for its many steps on the way; only where that is clear."""
+        assert self._transport is not None, "a stream that is clear has a connection"
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     async def send(self, data: bytes) -> None:
         """Write whole events.
@@ -79,6 +92,9 @@ class SseWriter:
             ConnectionResetError: the client has left.
             DeadlineExceeded: the client did not read in time.
         """
+        if data and self.is_clear:
+            self.write_now(data)
+            return
         async with self._in_time():
             await (await self._opened()).write(data)
 
@@ -125,4 +141,5 @@ class SseWriter:
             response = web.StreamResponse(headers=HEADERS)
             await response.prepare(self._request)
             self._response = response
+            self._transport = self._request.transport
         return self._response

@@ -7,6 +7,7 @@ expressions over the step; Python touches a sequence only when it begins.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,6 +74,20 @@ class FlatBatch:
         """Return those of the sampled sequences that ``is_chosen`` ``[num_seqs]`` names."""
         last_rows, num_drafts = self.last_rows[is_chosen], self.num_drafts[is_chosen]
         return ranges(last_rows - num_drafts, num_drafts + 1) if num_drafts.any() else last_rows
+
+    @property
+    def digest(self) -> int:
+        """32 bits that differ between batches of other tokens, places or sampled sequences, but for rare cases."""
+        parts: tuple[NDArray[np.generic], ...] = (
+            self.token_ids,
+            self.slot_mapping,
+            self.is_sampled,
+            self.num_drafts,
+        )
+        digest = 0
+        for part in parts:
+            digest = zlib.crc32(part.tobytes(), digest)
+        return digest
 
     def rows_of(self, is_chosen: NDArray[np.bool_]) -> IntArray:
         """Return the rows of the sequences that ``is_chosen`` ``[num_seqs]`` names."""

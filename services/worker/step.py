@@ -23,6 +23,8 @@ from services.worker.step_work import MachineLimits, StepWork
 IntArray = NDArray[np.int64]
 
 _MAX_SEED = 2**64 - 1
+# Whoever knows a group's id may join it.
+_MIN_GROUP_ID_LENGTH = 16
 
 
 class SequenceFailure(StrEnum):
@@ -206,6 +208,7 @@ class StepResult:
     prompt_logprobs: PromptLogprobs
     num_computed_tokens: int
     duration_seconds: float
+    exchange_wait_seconds: float = 0.0  # of the duration, waiting for other ranks
     work: StepWork | None = None  # None when nothing was computed, or by the stub
 
     @classmethod
@@ -217,6 +220,7 @@ class StepResult:
         *,
         num_computed_tokens: int,
         duration_seconds: float,
+        exchange_wait_seconds: float = 0.0,
         work: StepWork | None = None,
     ) -> StepResult:
         """Put a step's result together."""
@@ -230,16 +234,18 @@ class StepResult:
             prompt_logprobs=sampled.prompt_logprobs,
             num_computed_tokens=num_computed_tokens,
             duration_seconds=duration_seconds,
+            exchange_wait_seconds=exchange_wait_seconds,
             work=work,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What a rank is asked to serve."""
+    """What a rank is asked to serve, and with whom: ranks that are given one group's id compute together."""
 
     rank: int
     tensor_parallel_size: int
+    group_id: str = ""  # of this forming of the group; empty for a lone rank
     block_size: int
     max_model_len: int | None
     max_num_seqs: int
@@ -251,11 +257,13 @@ class LoadRequest:
         _require(
             self.max_model_len is None or self.max_model_len >= 1, "max_model_len", "at least 1", self.max_model_len
         )
+        _require(self.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1", self.tensor_parallel_size)
+        _require(0 <= self.rank < self.tensor_parallel_size, "rank", "one of the group's", self.rank)
         _require(
-            self.tensor_parallel_size == 1 and self.rank == 0,
-            "tensor_parallel_size",
-            "1, with rank 0: this worker holds the whole model",
-            self.tensor_parallel_size,
+            self.tensor_parallel_size == 1 or len(self.group_id) >= _MIN_GROUP_ID_LENGTH,
+            "group_id",
+            f"of at least {_MIN_GROUP_ID_LENGTH} characters where there are several ranks",
+            self.group_id,
         )
 
 

@@ -56,6 +56,7 @@ class StepMeter:
         self._metrics.step_seconds.labels(_NOTHING_COMPUTED if kind is None else kind.value).observe(
             result.duration_seconds
         )
+        self._metrics.exchange_wait_seconds.inc(result.exchange_wait_seconds)
         if result.work is not None:
             self._count_work(result.work, result.duration_seconds)
         if self._last is not None and self._last.is_continued_by(step):

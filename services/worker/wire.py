@@ -43,6 +43,7 @@ def load_request_of(message: worker_pb2.LoadModelRequest) -> LoadRequest:
     return LoadRequest(
         rank=message.rank,
         tensor_parallel_size=message.tensor_parallel_size,
+        group_id=message.group_id,
         block_size=message.block_size,
         max_model_len=message.max_model_len if message.HasField("max_model_len") else None,
         max_num_seqs=message.max_num_seqs,

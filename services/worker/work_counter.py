@@ -27,11 +27,11 @@ class WeightSizes:
     head_bytes: int
 
 
-def weight_sizes_of(config: ModelConfig, value_bytes: int) -> WeightSizes:
+def weight_sizes_of(config: ModelConfig, num_head_rows: int, value_bytes: int) -> WeightSizes:
     """Return the sizes of weights that lie in memory as they are, ``value_bytes`` for each value."""
-    head = config.vocab_size * config.hidden_size
     num_vocab_matrices = 1 if config.has_tied_embeddings else 2
-    layers = config.num_parameters - num_vocab_matrices * head
+    layers = config.num_parameters - num_vocab_matrices * config.vocab_size * config.hidden_size
+    head = num_head_rows * config.hidden_size
     return WeightSizes(layers_bytes=layers * value_bytes, head_bytes=head * value_bytes)
 
 

@@ -382,6 +382,7 @@ class _Stream:
             handle=running.handle,
             queue_duration=duration_from_seconds(0.0),
             prefill_duration=duration_from_seconds(time.monotonic() - running.start_time),
+            since_started_duration=duration_from_seconds(time.monotonic() - running.start_time),
             num_cached_tokens=num_cached_tokens,
             misses=[generation_pb2.CacheMiss(reason=reason, num_tokens=num_prompt_tokens - num_cached_tokens)],
         )

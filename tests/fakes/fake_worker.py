@@ -51,8 +51,9 @@ class WorkerSequence:
 
 @dataclass
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """One rank. ``break_next_step`` ends the stream in place of an answer; ``freeze`` never answers.
+    """One rank; only rank 0 answers steps.
 
+    ``break_next_step`` ends the stream in place of an answer; ``freeze`` never answers.
     ``holds_answers`` answers a step only when the next one has come, or after a while; ``num_overlapped_steps``
     counts how often it came. ``eos_after_tokens`` makes that output token, and all after it, the end token. With
     ``period`` the tokens come round after so many.
@@ -68,6 +69,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     eos_after_tokens: int | None = None
     period: int | None = None
     num_loads: int = 0
+    group_ids: list[str] = field(default_factory=list)
+    rank: int = 0
     num_overlapped_steps: int = 0
     steps: list[worker_pb2.ExecuteStepsRequest] = field(default_factory=list)
     sequences: dict[int, WorkerSequence] = field(default_factory=dict)
@@ -85,6 +88,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.LoadModelResponse]:
         """Load nothing, with one progress report."""
         self.num_loads += 1
+        self.group_ids.append(request.group_id)
+        self.rank = request.rank
         yield worker_pb2.LoadModelResponse(
             progress=worker_pb2.LoadProgress(description="nothing", loaded_bytes=1, total_bytes=2)
         )
@@ -122,7 +127,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker broke")
                 if self.holds_answers:
                     self.num_overlapped_steps += await _comes_within(steps, _HOLD_SECONDS)
-                yield self._answer(step, self.sequences)
+                answer = self._answer(step, self.sequences)
+                if self.rank == 0:
+                    yield answer
         finally:
             reader.cancel()
 

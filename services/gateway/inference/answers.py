@@ -47,6 +47,9 @@ class MessageFormat:
         """Return a message for a delta; none for no event."""
         return self._merged(self._chunks.events(delta))
 
+    def text_template(self, choice_index: int) -> None:
+        """Return nothing: messages are not cut from bytes."""
+
     def usage_event(self, counts: UsageCounts) -> bytes:
         """Return a message with the counts."""
         return self._merged(self._chunks.usage_event(counts))
@@ -70,6 +73,12 @@ class MessageWriter:
         self._deadline = deadline
         self.framing = _FRAMING
         self.is_open = False
+        # gRPC says only by waiting whether a message can be written.
+        self.is_clear = False
+
+    def write_now(self, data: bytes) -> None:
+        """Fail: a call is never clear."""
+        raise AssertionError("a message over gRPC waits")
 
     async def send(self, data: bytes) -> None:
         """Write a message of these bytes; raises DeadlineExceeded when the client did not read in time."""

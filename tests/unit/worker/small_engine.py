@@ -19,8 +19,8 @@ from services.worker.step import (
 )
 
 
-def load_request(**changes: int | None) -> LoadRequest:
-    values: dict[str, int | None] = {
+def load_request(**changes: int | str | None) -> LoadRequest:
+    values: dict[str, int | str | None] = {
         "rank": 0,
         "tensor_parallel_size": 1,
         "block_size": 4,

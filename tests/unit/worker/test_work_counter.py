@@ -116,7 +116,7 @@ def test_the_head_is_not_read_when_nothing_is_sampled() -> None:
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_sizes_of_plain_weights_are_all_parameters(is_tied: bool) -> None:
     config = dataclasses.replace(CONFIG, has_tied_embeddings=is_tied)
-    sizes = weight_sizes_of(config, 4)
+    sizes = weight_sizes_of(config, config.vocab_size, 4)
 
     embedding = config.vocab_size * config.hidden_size * 4
     assert sizes.head_bytes == embedding

@@ -61,6 +61,7 @@ class LoadModelRequest(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """This worker's rank."""
     tensor_parallel_size: _builtins.int
@@ -73,6 +74,10 @@ class LoadModelRequest(_message.Message):
     """Sequences in a step at most."""
     max_num_batched_tokens: _builtins.int
     """Tokens in a step at most."""
+    group_id: _builtins.str
+    """Names this forming of the group: ranks that are given the same id compute together. An id is never used again,
+    so that a rank that was started anew cannot come into a group that is broken. Empty for a lone rank.
+    """
     def __init__(
         self,
         *,
@@ -82,10 +87,11 @@ class LoadModelRequest(_message.Message):
         max_model_len: _builtins.int | None = ...,
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
+        group_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len", "max_model_len", b"max_model_len"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len", "block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "rank", b"rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len", "block_size", b"block_size", "group_id", b"group_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "rank", b"rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_model_len: _TypeAlias = _typing.Literal["max_model_len"]  # noqa: Y015
     _WhichOneofArgType__max_model_len: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len"]  # noqa: Y015
