@@ -150,6 +150,8 @@ class InputBatch:
         return self._token_ids[slot, : self._num_tokens[slot]]
 
     def _end(self, slots: IntArray) -> None:
+        if not len(slots):
+            return
         self._check_slots(slots)
         if not self._is_known[slots].all():
             raise InternalError(f"The slots {slots[~self._is_known[slots]].tolist()} end, but hold no sequence.")
@@ -256,7 +258,7 @@ class InputBatch:
                 f"{len(step.num_new_blocks)} block counts."
             )
         self._check_slots(slots)
-        if len(np.unique(slots)) != len(slots):
+        if len(set(slots.tolist())) != len(slots):
             raise InternalError(f"Step {step.step_id} schedules a slot twice: {slots.tolist()}.")
         if not self._is_known[slots].all():
             raise InternalError(
