@@ -152,7 +152,8 @@ def simulate(config: SchedulerConfig, trace: list[Arrival], times: StepTimes) ->
         tokens = [_EOS if remaining[handle] == 1 else _TOKEN_ID for handle in handles]
         slots = output.slots[output.is_sampled]
         events = scheduler.apply(
-            StepResult(output.step_id, slots, np.array(tokens, np.uint32), (), step_seconds), now
+            StepResult(output.step_id, slots, np.ones_like(slots), np.array(tokens, np.uint32), (), step_seconds),
+            now,
         )
         for handle in events.handles.tolist():
             remaining[handle] -= 1

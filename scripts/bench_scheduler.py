@@ -75,7 +75,8 @@ class Bench:
         scheduled = time.perf_counter() - started
         assert output is not None
         slots = output.slots[output.is_sampled]
-        result = StepResult(output.step_id, slots, np.full(len(slots), _TOKEN_ID, np.uint32), (), 0.01)
+        num_tokens, token_ids = np.ones(len(slots), np.int64), np.full(len(slots), _TOKEN_ID, np.uint32)
+        result = StepResult(output.step_id, slots, num_tokens, token_ids, (), 0.01)
         started = time.perf_counter()
         self.scheduler.apply(result, 0.0)
         return scheduled + time.perf_counter() - started, output

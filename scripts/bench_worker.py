@@ -223,6 +223,7 @@ def make_batch(num_seqs: int, context_len: int, num_queries: int, blocks: NDArra
         slot_mapping=tables[sequences, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
         + positions % BLOCK_SIZE,
         is_sampled=np.ones(num_seqs, dtype=np.bool_),
+        num_drafts=np.zeros(num_seqs, dtype=np.int64),
     )
 
 

@@ -60,3 +60,17 @@ class TokenLogprobs:
             self.alternative_token_ids[of_alternatives],
             self.alternative_logprobs[of_alternatives],
         )
+
+    def in_order(self, order: IntArray) -> TokenLogprobs:
+        """Return the entries that ``order`` names, in that order."""
+        counts = self.num_alternatives[order]
+        firsts = (np.cumsum(self.num_alternatives) - self.num_alternatives)[order]
+        begins = np.cumsum(counts) - counts
+        alternatives = np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts)
+        return TokenLogprobs(
+            self.logprobs[order],
+            self.ranks[order],
+            counts,
+            self.alternative_token_ids[alternatives],
+            self.alternative_logprobs[alternatives],
+        )

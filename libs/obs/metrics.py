@@ -292,6 +292,14 @@ class EngineMetrics:
             "octavo_engine_prompt_tokens", "Prompt tokens of requests first scheduled.", registry=registry
         )
         self.output_tokens = Counter("octavo_engine_output_tokens", "Tokens emitted.", registry=registry)
+        self.draft_tokens = Counter(
+            "octavo_engine_draft_tokens", "Drafts computed: tokens that were guessed.", registry=registry
+        )
+        self.accepted_draft_tokens = Counter(
+            "octavo_engine_accepted_draft_tokens",
+            "Drafts that were what the worker sampled in their place.",
+            registry=registry,
+        )
         self.admission_waits = Counter(
             "octavo_engine_admission_waits",
             "Steps for which the first in line had to wait, by the rule that said so.",
@@ -335,6 +343,11 @@ class WorkerMetrics:
             "octavo_worker_idle_gap_seconds",
             "Time between the end of a step and the next one that goes on with a sequence of it.",
             buckets=_IDLE_GAP_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.exchange_wait_seconds = Counter(
+            "octavo_worker_exchange_wait_seconds",
+            "Time of steps that this rank waited for the other ranks of its group.",
             registry=registry,
         )
         self.tokens = Counter("octavo_worker_tokens", "Tokens computed.", registry=registry)

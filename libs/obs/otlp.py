@@ -26,7 +26,7 @@ _log = get_logger("tracing")
 
 _MAX_QUEUED_SPANS: Final = 8_192
 _SEND_INTERVAL_MILLIS: Final = 1_000
-_SEND_TIMEOUT_SECONDS: Final = 5.0
+_SEND_TIMEOUT_SECONDS: Final = 2.0
 _KINDS: Final = {
     SpanKind.SERVER: trace.SpanKind.SERVER,
     SpanKind.CLIENT: trace.SpanKind.CLIENT,

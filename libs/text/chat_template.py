@@ -6,15 +6,19 @@ HTTP or what a request looks like.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Final, NoReturn
 
 import jinja2
+import jinja2.meta
+import jinja2.nodes
 
 from libs.errors import InvalidRequest, ModelLoadFailed, TemplateRefused
+from libs.text.chat_message import ChatMessage, MessageShape
 from libs.text.control_text import BREAK
+from libs.text.template_abilities import TemplateAbilities, find_abilities
 from libs.text.template_environment import RangeBudget, template_environment
 from libs.text.tokenizer import Tokenizer
 from libs.text.tokenizer_definition import NamedTokens
@@ -24,24 +28,14 @@ MAX_ADDED_CHARACTERS: Final = 1_000_000
 _MAX_REASON_CHARACTERS: Final = 500
 # Stands for a message that is continued while the template is rendered; its last occurrence is that message.
 _OPEN_MESSAGE_MARK: Final = "OctavoContinuesHere"
+_GIVEN_NAMES: Final = frozenset(
+    {"messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now"}
+)
+_NO_VARIABLES: Final[Mapping[str, Any]] = {}
 
 
 def _do_nothing() -> None:
     """Stand in where nobody wants to be called."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation."""
-
-    role: str
-    content: str
-    name: str | None = None
-
-    def as_template_value(self) -> dict[str, str]:
-        """Return the mapping that templates expect; a name that is not given is absent, not empty."""
-        value = {"role": self.role, "content": self.content}
-        return value if self.name is None else value | {"name": self.name}
 
 
 class ChatTemplate:
@@ -50,16 +44,28 @@ class ChatTemplate:
     def __init__(
         self, source: str, named_tokens: NamedTokens, *, now: Callable[[], datetime] = datetime.now
     ) -> None:
+        self.source = source
+        environment = template_environment(now)
         try:
-            self._template = template_environment(now).from_string(source)
+            self._template = environment.from_string(source)
+            names = _settable_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ModelLoadFailed(f"The model's chat template cannot be compiled: {error}.") from error
         self._named_tokens = named_tokens
+        # What a caller may set; the rest are given by this class or by the environment.
+        self.variables = names - _GIVEN_NAMES - set(named_tokens.texts) - set(environment.globals)
+
+    @cached_property
+    def abilities(self) -> TemplateAbilities:
+        """What the template knows of tools, found by trying."""
+        return find_abilities(
+            lambda values, tools: self._render(values, add_generation_prompt=False, tools=tools),
+            has_tools="tools" in self.source,
+        )
 
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
         """Return the conversation as text, ending where the assistant's answer begins if asked for."""
-        values = [message.as_template_value() for message in messages]
-        return self._render(values, add_generation_prompt=add_generation_prompt)
+        return self._render(self._values(messages), add_generation_prompt=add_generation_prompt)
 
     def render_token_ids(
         self,
@@ -68,44 +74,62 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = _NO_VARIABLES,
         on_rendered: Callable[[], None] = _do_nothing,
     ) -> list[int]:
-        """Return the conversation as token ids; the text of a control token in a message stays text.
+        """Return the conversation as token ids; the text of a control token in what a client gives stays text.
 
-        ``on_rendered`` is called between rendering and tokenizing.
+        ``tools`` are OpenAI's, ``variables`` some of those that the template reads; ``on_rendered`` is called
+        between rendering and tokenizing.
 
         With ``continue_final_message`` they end exactly with the last message's text, whatever the template would
         trim of it or put after it.
         """
-        values: Any = [message.as_template_value() for message in messages]  # Any: JSON-like, as jinja takes it.
-        has_risk = tokenizer.control_text.has_risk(values)
+        # Any: JSON-like, as jinja takes it.
+        given: Any = {"messages": self._values(messages), "tools": list(tools), "variables": dict(variables)}
+        has_risk = tokenizer.control_text.has_risk(given)
         if has_risk:
-            values = tokenizer.control_text.protect(values)
+            given = tokenizer.control_text.protect(given)
+        values, more = given["messages"], {"tools": given["tools"], "variables": given["variables"]}
         if continue_final_message:
-            rendered = self._render_open(values)
+            rendered = self._render_open(values, **more)
         else:
-            rendered = self._render(values, add_generation_prompt=add_generation_prompt)
+            rendered = self._render(values, add_generation_prompt=add_generation_prompt, **more)
         on_rendered()
         if has_risk:
             return tokenizer.encode_protected(rendered)
         return tokenizer.encode(rendered, allow_special=True)
 
-    def _render_open(self, messages: Sequence[dict[str, str]]) -> str:
+    def _values(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        has_calls = any(message.tool_calls for message in messages)
+        shape = self.abilities.shape if has_calls else MessageShape()
+        return [message.as_template_value(shape) for message in messages]
+
+    def _render_open(self, messages: Sequence[dict[str, Any]], **more: Any) -> str:
         """Render up to the last message's text and put that text after it as it is."""
         last = messages[-1]
         marked = [*messages[:-1], last | {"content": _OPEN_MESSAGE_MARK}]
-        before, mark, _ = self._render(marked, add_generation_prompt=False).rpartition(_OPEN_MESSAGE_MARK)
+        before, mark, _ = self._render(marked, add_generation_prompt=False, **more).rpartition(_OPEN_MESSAGE_MARK)
         if not mark:
             raise _refusal("it does not write the last message as it is, so that message cannot be continued")
-        return before + last["content"]
+        return before + str(last["content"])
 
-    def _render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        num_characters = sum(len(text) for message in messages for text in message.values())
+    def _render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = _NO_VARIABLES,
+    ) -> str:
+        num_characters = _num_characters([messages, tools, variables])
         pieces = self._template.generate(
             self._named_tokens.texts,
+            **variables,
             messages=messages,
             add_generation_prompt=add_generation_prompt,
-            tools=None,
+            tools=tools or None,
             documents=None,
             range=RangeBudget(),
         )
@@ -120,6 +144,10 @@ class ChatTemplate:
 class MissingChatTemplate:
     """Stands in where a model has no chat template: a base model, which only continues text."""
 
+    source = None
+    variables: frozenset[str] = frozenset()
+    abilities = TemplateAbilities()
+
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> NoReturn:
         """Refuse."""
         raise _no_template()
@@ -131,10 +159,35 @@ class MissingChatTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = _NO_VARIABLES,
         on_rendered: Callable[[], None] = _do_nothing,
     ) -> NoReturn:
         """Refuse."""
         raise _no_template()
+
+
+def _settable_variables(template: jinja2.nodes.Template) -> frozenset[str]:
+    """Return the variables that a template reads without having set them.
+
+    What it sets in some branch only counts where it looks whether it was given.
+    """
+    set_names = {node.name for node in template.find_all(jinja2.nodes.Name) if node.ctx == "store"}
+    looked_at = {
+        test.node.name
+        for test in template.find_all(jinja2.nodes.Test)
+        if test.name in ("defined", "undefined") and isinstance(test.node, jinja2.nodes.Name)
+    }
+    return frozenset(jinja2.meta.find_undeclared_variables(template) - (set_names - looked_at))
+
+
+def _num_characters(value: Any) -> int:
+    """Return how much text there is in a value of mappings and lists, their keys included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_num_characters(key) + _num_characters(item) for key, item in value.items())
+    return sum(map(_num_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def _joined(pieces: Iterable[str], *, max_characters: int) -> str:

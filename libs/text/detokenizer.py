@@ -20,14 +20,20 @@ class IncrementalDetokenizer:
     U+FFFD, one for each maximal part of a character (the rule of Unicode, section 3.9, and of the WHATWG): the
     same text comes out however the tokens are cut into calls, and it is what decoding all bytes at once gives.
     The space that some tokenizers put before a text is dropped, unless the tokens go on with a text that is shown
-    before (``is_continued``).
-    Special tokens are left out unless asked for; bytes on both sides of one still form a character together.
+    before (``is_continued``). Special tokens are left out unless asked for or among ``kept_token_ids``; bytes on
+    both sides of one still form a character together.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, is_continued: bool = False
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        *,
+        is_continued: bool = False,
+        kept_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
+        self._kept_token_ids = kept_token_ids
         self._skips_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoding = tokenizer.decoding
@@ -50,7 +56,7 @@ class IncrementalDetokenizer:
 
     def _bytes_of(self, token_id: int) -> bytes:
         if self._skips_special_tokens and self._tokenizer.is_special(token_id):
-            return b""
+            return self._tokenizer.token_bytes(token_id) if token_id in self._kept_token_ids else b""
         text = self._tokenizer.token_bytes(token_id)
         if self._is_first_token:
             self._is_first_token = False

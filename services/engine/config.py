@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from libs.config import setting
-from services.engine.core.scheduler_config import Admission, Batching, Layout
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SpeculationConfig
+
+
+class Speculation(StrEnum):
+    """Where drafts come from: tokens that are computed before they are known."""
+
+    NONE = "none"
+    NGRAM = "ngram"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,13 @@ class EngineConfig:
     max_steps_in_flight: int = setting(
         2, "2 sends a step while the one before it is computed; 1 waits for its result.", unit="steps"
     )
+    speculation: Speculation = setting(
+        Speculation.NONE, "ngram computes what followed the last time beside the next token.", unit="none|ngram"
+    )
+    num_draft_tokens: int = setting(4, "Drafts of a sequence in a step at most.", unit="tokens")
+    min_ngram_tokens: int = setting(2, "Fewest last tokens that must have occurred before.", unit="tokens")
+    max_ngram_tokens: int = setting(4, "Most last tokens that are looked for.", unit="tokens")
+    max_drafting_seqs: int = setting(16, "While more sequences run nobody drafts.", unit="sequences")
     lease_seconds: float = setting(5.0, "Life of the entry in gpu_cluster_nodes.", unit="seconds")
     load_timeout_seconds: float = setting(900.0, "Longest time to load the model.", unit="seconds")
     step_timeout_seconds: float = setting(60.0, "A worker that takes longer for a step is lost.", unit="seconds")
@@ -80,10 +95,25 @@ class EngineConfig:
             raise ValueError(f"max_prefill_share must be in (0, 1], not {self.max_prefill_share}.")
         if not self.aging_seconds >= 0:
             raise ValueError(f"aging_seconds must be at least 0, not {self.aging_seconds}.")
+        # Raises for limits of drafts that contradict each other, also while nothing is speculated.
+        self._ngram_config()
         if not self.worker_addresses:
             raise ValueError("worker_addresses must name at least one worker.")
         if not 0 <= self.watermark_fraction < 1:
             raise ValueError(f"watermark_fraction must be in [0, 1), not {self.watermark_fraction}.")
+
+    @property
+    def speculation_config(self) -> SpeculationConfig | None:
+        """How drafts are made, if any are."""
+        return self._ngram_config() if self.speculation is Speculation.NGRAM else None
+
+    def _ngram_config(self) -> SpeculationConfig:
+        return SpeculationConfig(
+            num_draft_tokens=self.num_draft_tokens,
+            min_ngram_tokens=self.min_ngram_tokens,
+            max_ngram_tokens=self.max_ngram_tokens,
+            max_drafting_seqs=self.max_drafting_seqs,
+        )
 
     @property
     def address(self) -> str:

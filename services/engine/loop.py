@@ -38,7 +38,7 @@ from services.engine.outbox import Outbox
 from services.engine.registry_writer import RegistryWriter
 from services.engine.request_spans import RequestSpans
 from services.engine.speedometer import Speedometer
-from services.engine.wire import GenerateResponse
+from services.engine.wire import Outgoing
 from services.engine.worker_group import StepRunner, WorkerGroup
 
 _log = get_logger("engine_loop")
@@ -84,7 +84,7 @@ class EngineLoop:
         self._last_load_was_idle = False
         self._handles = itertools.count(1)
         self._owners = itertools.count(1)
-        self._outboxes: dict[int, Outbox[GenerateResponse]] = {}
+        self._outboxes: dict[int, Outbox[Outgoing]] = {}
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self._speed = Speedometer()
@@ -119,7 +119,8 @@ class EngineLoop:
             result = await steps.next_result()
             output = self._in_flight.popleft()
             self._note_answer()
-            self._publish(scheduler.apply(result, self._clock()))
+            now = self._clock()
+            self._publish(scheduler.apply(result, now), now)
             self._account(output, result)
 
     async def _fill_pipeline(self, scheduler: Scheduler, steps: StepRunner) -> None:
@@ -151,9 +152,9 @@ class EngineLoop:
         """Requests that run or wait."""
         return self._scheduler.num_requests if self._scheduler else 0
 
-    def open_owner(self) -> tuple[int, Outbox[GenerateResponse]]:
+    def open_owner(self) -> tuple[int, Outbox[Outgoing]]:
         """Register a gateway's stream; returns its number and what is to be sent to it."""
-        owner, outbox = next(self._owners), Outbox[GenerateResponse](_MAX_MESSAGES_BEHIND)
+        owner, outbox = next(self._owners), Outbox[Outgoing](_MAX_MESSAGES_BEHIND)
         self._outboxes[owner] = outbox
         return owner, outbox
 
@@ -164,8 +165,8 @@ class EngineLoop:
             self._count_ends(self._scheduler.abort_owner(owner, self._clock()))
             self._wake.set()
 
-    def submit(self, owner: int, request: Request, received_time: float) -> None:
-        """Take a request, received when it was, or refuse it; either way its owner hears of its handles."""
+    def submit(self, owner: int, request: Request) -> None:
+        """Take a request or refuse it; either way its owner hears of its handles."""
         outbox = self._outboxes[owner]
         try:
             if self._is_draining:
@@ -179,10 +180,9 @@ class EngineLoop:
                 error.retry_after_seconds = self._drain_seconds()
             handles = tuple(next(self._handles) for _ in request.choices)
             self._metrics.requests_ended.labels("refused").inc()
-            outbox.put(wire.refusal_message(request.request_id, handles, error))
+            outbox.put(Outgoing(wire.refusal_message(request.request_id, handles, error)))
             return
-        accept_seconds = None if request.stall_bound_seconds is None else self._clock() - received_time
-        outbox.put(wire.started_message(request.request_id, handles, accept_seconds=accept_seconds))
+        outbox.put(Outgoing(wire.started_message(request.request_id, handles)))
         self._wake.set()
 
     def abort(self, request_id: str, handles: tuple[int, ...]) -> None:
@@ -265,6 +265,7 @@ class EngineLoop:
                 admission=config.admission,
                 batching=config.batching,
                 layout=config.layout,
+                speculation=config.speculation_config,
             ),
             self._handles,
         )
@@ -328,13 +329,17 @@ class EngineLoop:
         scheduler, metrics = self._require_scheduler(), self._metrics
         num_sequences = len(output.slots)
         self._speed.note_step(
-            num_tokens=output.num_tokens, num_sequences=num_sequences, step_seconds=result.step_seconds
+            num_tokens=output.num_tokens - output.num_draft_tokens,
+            num_sequences=num_sequences,
+            step_seconds=result.step_seconds,
         )
         metrics.steps.inc()
         metrics.step_seconds.observe(result.step_seconds)
         metrics.scheduled_tokens.inc(output.num_tokens)
         metrics.step_tokens.observe(output.num_tokens)
         metrics.output_tokens.inc(len(result.token_ids))
+        metrics.draft_tokens.inc(output.num_draft_tokens)
+        metrics.accepted_draft_tokens.inc(len(result.token_ids) - len(result.slots))
         metrics.preemptions.inc(scheduler.take_num_preemptions())
         for rule, count in scheduler.take_refusals().items():
             metrics.admission_waits.labels(rule).inc(count)
@@ -355,17 +360,17 @@ class EngineLoop:
 
     # ---- telling others ----
 
-    def _publish(self, events: StepEvents) -> None:
+    def _publish(self, events: StepEvents, applied_time: float) -> None:
         for owner, message in wire.messages_by_owner(events):
-            self._put(owner, message)
+            self._put(owner, Outgoing(message, applied_time))
         self._count_ends(events.ends)
 
     def _publish_ends(self, ends: Iterable[SequenceEnd]) -> None:
         for end in ends:
-            self._put(end.owner, wire.ends_message([end]))
+            self._put(end.owner, Outgoing(wire.ends_message([end])))
             self._count_ends([end])
 
-    def _put(self, owner: int, message: GenerateResponse) -> None:
+    def _put(self, owner: int, message: Outgoing) -> None:
         # A gateway that has left needs no answer.
         outbox = self._outboxes.get(owner)
         if outbox is not None:

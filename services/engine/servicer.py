@@ -10,7 +10,7 @@ import grpc.aio
 from libs.errors import OctavoError
 from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
 from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
-from libs.rpc import Registration, abort_with
+from libs.rpc import Registration, abort_with, duration_from_seconds
 from services.engine import wire
 from services.engine.loop import EngineLoop
 from services.engine.outbox import Outbox
@@ -30,10 +30,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Serve one gateway until it leaves; its open requests are aborted then."""
         owner, outbox = self._loop.open_owner()
-        reader = asyncio.create_task(self._read(request_iterator, owner, outbox))
+        stamps = _SendStamps()
+        reader = asyncio.create_task(self._read(request_iterator, owner, outbox, stamps))
         try:
-            async for message in outbox:
-                yield message
+            async for outgoing in outbox:
+                if stamps.has_any:
+                    stamps.note_sent(outgoing, self._clock())
+                yield outgoing.message
         finally:
             reader.cancel()
             self._loop.close_owner(owner)
@@ -44,19 +47,59 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self,
         requests: AsyncIterator[generation_pb2.GenerateRequest],
         owner: int,
-        outbox: Outbox[generation_pb2.GenerateResponse],
+        outbox: Outbox[wire.Outgoing],
+        stamps: _SendStamps,
     ) -> None:
         try:
             async for message in requests:
                 if message.WhichOneof("command") == "submit":
-                    received_time = self._clock()
-                    request = wire.request_from_submit(message.submit, owner=owner, now=received_time)
-                    self._loop.submit(owner, request, received_time)
+                    now = self._clock()
+                    request = wire.request_from_submit(message.submit, owner=owner, now=now)
+                    if request.stall_bound_seconds is not None:
+                        stamps.note_received(request.request_id, now)
+                    self._loop.submit(owner, request)
                 elif message.WhichOneof("command") == "abort":
                     self._loop.abort(message.abort.request_id, tuple(message.abort.handles))
             outbox.close()
         except OctavoError as error:
             outbox.close(error)
+
+
+class _SendStamps:
+    """When what a gateway wants the timings of was read and handed to its stream, until its first token or its end.
+
+    A request is noted as long as it is open, so there are as many as the scheduler takes.
+    """
+
+    def __init__(self) -> None:
+        self._received: dict[str, float] = {}
+        self._started: dict[int, float] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a message may have to be stamped."""
+        return bool(self._received or self._started)
+
+    def note_received(self, request_id: str, now: float) -> None:
+        """A submit was read."""
+        self._received[request_id] = now
+
+    def note_sent(self, outgoing: wire.Outgoing, now: float) -> None:
+        """Write into a message that is handed to the stream how long it took until now."""
+        message = outgoing.message
+        for started in message.started:
+            received_time = self._received.pop(started.request_id, None)
+            if received_time is not None:
+                started.accept_duration.CopyFrom(duration_from_seconds(now - received_time))
+                self._started.update(dict.fromkeys(started.handles, now))
+        for first in message.first_tokens:
+            assert outgoing.applied_time is not None, "a first token comes with a step"
+            first.publish_duration.CopyFrom(duration_from_seconds(now - outgoing.applied_time))
+            started_time = self._started.pop(first.handle, None)
+            if started_time is not None:
+                first.since_started_duration.CopyFrom(duration_from_seconds(now - started_time))
+        for end in (*message.finished, *message.failed):
+            self._started.pop(end.handle, None)
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from libs.errors import InternalError, InvalidLogits, InvalidRequest, OctavoError, UnsupportedField
 from libs.kv import PrefixHash, SharedPrefix
@@ -29,9 +29,6 @@ from services.engine.core.scheduler_output import (
 from services.engine.core.timings import CacheMissReason, FirstToken, Stall, StallReason
 from services.engine.feed import FeedEvent
 from services.engine.identity import EngineState, EngineStatus, LoadedModel
-
-# The loop names this type without importing generated code.
-GenerateResponse: TypeAlias = generation_pb2.GenerateResponse
 
 # 32 bytes each: parts stay well under 1 MB.
 _HASHES_PER_PART = 16_384
@@ -95,6 +92,7 @@ def request_from_submit(submit: generation_pb2.Submit, *, owner: int, now: float
         num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
         num_prompt_logprobs=params.num_prompt_logprobs if params.HasField("num_prompt_logprobs") else None,
         stall_bound_seconds=seconds_from_duration(submit.stall_bound) if submit.HasField("stall_bound") else None,
+        received_time=now,
         traceparent=submit.traceparent or None,
     )
 
@@ -108,13 +106,17 @@ def refuse_unknown_tokens(request: Request, vocab_size: int) -> None:
             )
 
 
-def started_message(
-    request_id: str, handles: Sequence[int], *, accept_seconds: float | None = None
-) -> generation_pb2.GenerateResponse:
-    """Tell a request's handles, and how long it took to accept it where timings were asked for."""
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message on its way to a gateway, and when the step that it tells of was applied, on the engine's clock."""
+
+    message: generation_pb2.GenerateResponse
+    applied_time: float | None = None
+
+
+def started_message(request_id: str, handles: Sequence[int]) -> generation_pb2.GenerateResponse:
+    """Tell a request's handles."""
     started = generation_pb2.Started(request_id=request_id, handles=handles)
-    if accept_seconds is not None:
-        started.accept_duration.CopyFrom(duration_from_seconds(accept_seconds))
     return generation_pb2.GenerateResponse(started=[started])
 
 
@@ -128,8 +130,8 @@ def messages_by_owner(events: StepEvents) -> Iterator[tuple[int, generation_pb2.
         handles = events.handles[mine]
         message = ends_message([end for end in events.ends if end.owner == owner], step_id=events.step_id)
         message.handles.extend(handles.tolist())
-        message.num_tokens.extend(itertools.repeat(1, len(handles)))
-        message.token_ids.extend(events.token_ids[mine].tolist())
+        message.num_tokens.extend(events.num_tokens[mine].tolist())
+        message.token_ids.extend(events.token_ids[np.repeat(mine, events.num_tokens)].tolist())
         message.first_tokens.extend(_first_token_message(one) for one in events.first_tokens if one.owner == owner)
         _add_logprobs(message, events, owner)
         yield owner, message
@@ -227,8 +229,8 @@ def _stall_message(stall: Stall) -> generation_pb2.Stall:
 # ---- steps: engine and workers ----
 
 
-def load_request(config: EngineConfig, rank: int) -> worker_pb2.LoadModelRequest:
-    """Say what a rank serves."""
+def load_request(config: EngineConfig, rank: int, group_id: str) -> worker_pb2.LoadModelRequest:
+    """Say what a rank serves, and in which group."""
     return worker_pb2.LoadModelRequest(
         rank=rank,
         tensor_parallel_size=len(config.worker_addresses),
@@ -236,6 +238,7 @@ def load_request(config: EngineConfig, rank: int) -> worker_pb2.LoadModelRequest
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        group_id=group_id,
     )
 
 
@@ -267,6 +270,9 @@ def step_message(output: SchedulerOutput) -> worker_pb2.ExecuteStepsRequest:
         copy_source_block_ids=[copy.source_block_id for copy in output.block_copies],
         copy_target_block_ids=[copy.target_block_id for copy in output.block_copies],
     )
+    if output.drafts is not None:
+        message.num_draft_tokens.extend(output.drafts.num_tokens.tolist())
+        message.draft_token_ids.extend(output.drafts.token_ids.tolist())
     for new in output.new_sequences:
         assert isinstance(new.sampling_params, generation_pb2.SamplingParams)
         message.new_sequences.add(
@@ -289,26 +295,37 @@ def empty_step_message() -> worker_pb2.ExecuteStepsRequest:
 
 
 def step_result_of(message: worker_pb2.ExecuteStepsResponse) -> StepResult:
-    """Parse a step's result; raises InternalError when a slot got more or less than one token."""
-    if any(count != 1 for count in message.num_tokens) or len(message.token_ids) != len(message.slots):
-        raise InternalError(f"Step {message.step_id} must give one token for each sampled slot.")
+    """Parse a step's result; raises InternalError when a slot got no token or the arrays do not fit together."""
+    slots, num_tokens = np.array(message.slots, np.int64), np.array(message.num_tokens, np.int64)
+    if len(num_tokens) != len(slots) or (num_tokens < 1).any() or num_tokens.sum() != len(message.token_ids):
+        raise InternalError(f"Step {message.step_id} must give at least one token for each sampled slot.")
     return StepResult(
         step_id=message.step_id,
-        slots=np.array(message.slots, np.int64),
+        slots=slots,
+        num_tokens=num_tokens,
         token_ids=np.array(message.token_ids, np.uint32),
         failures=tuple(SlotFailure(failed.slot, _failure_of(failed)) for failed in message.failed_sequences),
         step_seconds=seconds_from_duration(message.step_duration),
-        output_logprobs=_slot_logprobs_of(message.output_logprobs) if message.HasField("output_logprobs") else None,
+        output_logprobs=_slot_logprobs_of(message.output_logprobs, slots, num_tokens)
+        if message.HasField("output_logprobs")
+        else None,
         prompt_logprobs=_slot_prompt_logprobs_of(message.prompt_logprobs)
         if message.HasField("prompt_logprobs")
         else None,
     )
 
 
-def _slot_logprobs_of(message: worker_pb2.SlotLogprobs) -> SlotLogprobs:
-    logprobs = SlotLogprobs(np.array(message.slots, np.int64), _token_logprobs_of(message.tokens))
-    if len(logprobs.tokens) != len(logprobs.slots):
-        raise InternalError(f"{len(logprobs.slots)} slots came with {len(logprobs.tokens)} log-probabilities.")
+def _slot_logprobs_of(
+    message: worker_pb2.SlotLogprobs, sampled: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
+) -> SlotLogprobs:
+    is_measured = np.isin(sampled, message.slots)
+    measured, counts = sampled[is_measured], num_tokens[is_measured]
+    logprobs = SlotLogprobs(np.repeat(measured, counts), _token_logprobs_of(message.tokens))
+    if measured.tolist() != list(message.slots) or len(logprobs.tokens) != len(logprobs.slots):
+        raise InternalError(
+            f"{len(logprobs.tokens)} log-probabilities came for slots {list(message.slots)}, which got "
+            f"{counts.tolist()} tokens."
+        )
     return logprobs
 
 

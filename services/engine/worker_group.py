@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeVar
 
 from libs.errors import InternalError, OctavoError, WorkerLost
 from services.engine.clients import StepStream, WorkerClient
 from services.engine.core.scheduler_output import SchedulerOutput, StepResult
 from services.engine.identity import LoadedModel
 
+_NO_GROUP = ""  # of a lone rank
 # More than can be in flight: a worker that answers more has lost its way.
 _MAX_UNREAD_RESULTS = 4
+
+
+ResultT = TypeVar("ResultT")
 
 
 class StepRunner:
@@ -32,26 +38,26 @@ class StepRunner:
     async def send(self, output: SchedulerOutput) -> None:
         """Send a step to all ranks without waiting for its result; raises WorkerLost."""
         self.raise_if_lost()
-        for stream in self._streams:
-            await stream.send(output)
+        async with self._bounded("Sending a step"):
+            for stream in self._streams:
+                await stream.send(output)
 
     async def beat(self) -> None:
         """Send a step that computes nothing and wait for its answer; raises WorkerLost.
 
-        Only a round trip through the worker's own loop shows that it is alive and not merely connected.
+        Only a round trip through the worker's own loop shows that it is alive and not merely connected. Rank 0
+        answers when it has met the other ranks.
         """
         self.raise_if_lost()
-        for stream in self._streams:
-            await stream.send_empty()
+        async with self._bounded("Sending a step"):
+            for stream in self._streams:
+                await stream.send_empty()
         await self.next_result()
 
     async def next_result(self) -> StepResult:
         """Return rank 0's result of the oldest step that was sent; raises WorkerLost."""
-        try:
-            async with asyncio.timeout(self._timeout_seconds):
-                result = await self._results.get()
-        except TimeoutError:
-            raise WorkerLost(f"A step took longer than {self._timeout_seconds:g} seconds.") from None
+        async with self._bounded("A step"):
+            result = await self._results.get()
         if result is None:
             self.raise_if_lost()
         assert result is not None, "woken without a result and without a loss"
@@ -72,6 +78,14 @@ class StepRunner:
             self._note_loss(WorkerLost(f"The worker of rank {rank} answered a step that was not sent."))
         except OctavoError as error:
             self._note_loss(error if isinstance(error, WorkerLost) else WorkerLost(error.message))
+
+    @asynccontextmanager
+    async def _bounded(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                yield
+        except TimeoutError:
+            raise WorkerLost(f"{what} took longer than {self._timeout_seconds:g} seconds.") from None
 
     def _note_loss(self, error: WorkerLost) -> None:
         if self._lost is None:
@@ -105,12 +119,21 @@ class WorkerGroup:
         """
         try:
             async with asyncio.timeout(self._load_timeout_seconds):
-                models = await asyncio.gather(*(worker.load_model() for worker in self._workers))
+                models = await self._load_all()
         except TimeoutError:
             raise WorkerLost(f"Loading took longer than {self._load_timeout_seconds:g} seconds.") from None
         if len({(model.tokenizer_digest, model.vocab_size, model.block_size) for model in models}) != 1:
             raise InternalError("The workers of one replica have loaded different models.")
         return min(models, key=lambda model: model.num_blocks)
+
+    async def _load_all(self) -> list[LoadedModel]:
+        if self.size == 1:
+            return [await self._workers[0].load_model(_NO_GROUP)]
+        # A rank that loads would wait for one that is not there, and would have to load again with that.
+        await _all_of(worker.check() for worker in self._workers)
+        # Another for each try, so that nobody comes into a group that others have given up.
+        group_id = uuid.uuid4().hex
+        return await _all_of(worker.load_model(group_id) for worker in self._workers)
 
     @asynccontextmanager
     async def open_steps(self, on_lost: Callable[[], None]) -> AsyncIterator[StepRunner]:
@@ -125,3 +148,14 @@ class WorkerGroup:
                 for reader in readers:
                     reader.cancel()
                 await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _all_of(calls: Iterable[Coroutine[None, None, ResultT]]) -> list[ResultT]:
+    """Return what all calls return; the first error ends the others and is raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,6 +5,7 @@ Owns no shape. An endpoint brings one ``AnswerFormat``; streams and whole answer
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,6 +32,8 @@ class UsageCounts:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int | None
+    # Of the completion's; None for a model that does not reason.
+    num_reasoning_tokens: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
@@ -41,6 +44,8 @@ class UsageCounts:
         }
         if self.num_cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
+        if self.num_reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
         return usage
 
 
@@ -61,6 +66,14 @@ class ChoiceDelta:
 
 
 @dataclass(slots=True)
+class WholeCall:
+    """One call of a tool; its arguments are JSON, or the beginning of it where the answer was cut."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
 class WholeChoice:
     """One choice, put together from its deltas."""
 
@@ -71,6 +84,9 @@ class WholeChoice:
     text_offsets: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     stop_string: str | None = None
+    reasoning_pieces: list[str] = field(default_factory=list)
+    calls: list[WholeCall] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
 
     def add(self, delta: ChoiceDelta) -> None:
         """Take the next delta."""
@@ -82,6 +98,12 @@ class WholeChoice:
         self.logprobs += delta.logprobs
         self.text_offsets += content.text_offsets
         self.prompt_logprobs += delta.prompt_logprobs
+        self.reasoning_pieces.append(content.reasoning)
+        self.num_reasoning_tokens = content.num_reasoning_tokens
+        for call in content.calls:
+            if call.name is not None:
+                self.calls.append(WholeCall(call.name))
+            self.calls[call.call_index].arguments += call.arguments
 
     @property
     def num_logprobs(self) -> int:
@@ -92,6 +114,16 @@ class WholeChoice:
     def text(self) -> str:
         """The text so far."""
         return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(self.reasoning_pieces)
+
+
+def new_call_id(head: AnswerHead, choice_index: int, call_index: int, *, prefix: str) -> str:
+    """Return the id of a call, which no other call of any answer has."""
+    return prefix + uuid.uuid5(uuid.NAMESPACE_OID, f"{head.answer_id}/{choice_index}/{call_index}").hex
 
 
 class AnswerFormat(Protocol):

@@ -103,6 +103,7 @@ class PromptAnswer:
             num_prompt_tokens=self._account.num_prompt_tokens,
             num_completion_tokens=self._account.num_completion_tokens,
             num_cached_tokens=None if usage is None else usage.num_cached_tokens,
+            num_reasoning_tokens=_sum_of_known([output.num_reasoning_tokens for output in self._outputs]),
         )
 
     def _delta(self, step: ChoiceStep) -> ChoiceDelta:
@@ -221,11 +222,11 @@ class AnswerSource:
         settle_seconds = self._settings.abort_settle_seconds
         await asyncio.gather(*(prompt.generation.settle(settle_seconds) for prompt in self._prompts))
         counts = [prompt.usage() for prompt in self._prompts]
-        cached = [count.num_cached_tokens for count in counts if count.num_cached_tokens is not None]
         return UsageCounts(
             num_prompt_tokens=sum(count.num_prompt_tokens for count in counts),
             num_completion_tokens=sum(count.num_completion_tokens for count in counts),
-            num_cached_tokens=sum(cached) if len(cached) == len(counts) else None,
+            num_cached_tokens=_sum_of_known([count.num_cached_tokens for count in counts]),
+            num_reasoning_tokens=_sum_of_known([count.num_reasoning_tokens for count in counts]),
         )
 
     def finish(self) -> None:
@@ -240,6 +241,12 @@ class AnswerSource:
             prompt.failure = error
         finally:
             self._news.set()
+
+
+def _sum_of_known(counts: Sequence[int | None]) -> int | None:
+    """Return the sum, or None where any is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 async def send_whole(source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat) -> Answered:

@@ -8,11 +8,12 @@ from typing import Any, Final
 import orjson
 
 from libs.errors import OctavoError, spec_of
-from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
+from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice, new_call_id
 from services.gateway.client_call import Framing
 from services.gateway.event_template import ChunkTemplate
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import ErrorShape, error_body, known_error
+from services.gateway.partial_json import complete_object
 from services.gateway.sse import named_event
 from services.gateway.text_preparation import PreparedPrompt
 
@@ -24,6 +25,8 @@ _ERROR_TYPES: Final = {
     504: "timeout_error",
 }
 _FIRST_SERVER_STATUS: Final = 500
+_OTHER_CLIENT_ERROR, _OTHER_SERVER_ERROR = "invalid_request_error", "api_error"
+ERROR_TYPES: Final = (*_ERROR_TYPES.values(), _OTHER_CLIENT_ERROR, _OTHER_SERVER_ERROR)
 
 
 def error_shape(request_id: str | None) -> ErrorShape:
@@ -31,7 +34,7 @@ def error_shape(request_id: str | None) -> ErrorShape:
 
     def shape(error: OctavoError) -> dict[str, Any]:
         status = spec_of(error).http_status
-        usual = "api_error" if status >= _FIRST_SERVER_STATUS else "invalid_request_error"
+        usual = _OTHER_SERVER_ERROR if status >= _FIRST_SERVER_STATUS else _OTHER_CLIENT_ERROR
         body = {
             "type": "error",
             "error": {"type": _ERROR_TYPES.get(status, usual), "message": error.message},
@@ -51,7 +54,7 @@ _FRAMING: Final = Framing(ping=_PING, done=b"", error_event=_error_event)
 
 
 class MessageFormat:
-    """One message."""
+    """One message: a block for its reasoning, for its text and for each call of a tool."""
 
     includes_usage = True
     framing = _FRAMING
@@ -59,26 +62,41 @@ class MessageFormat:
     def __init__(self, head: AnswerHead, prompt: PreparedPrompt) -> None:
         self._head = head
         self._prompt = prompt
-        self._delta_template: ChunkTemplate | None = None
+        self._is_begun = False
+        self._num_blocks = 0
+        # The kind of block that is open.
+        self._kind: str | None = None
+        self._text_template: ChunkTemplate | None = None
         self._stop: dict[str, Any] = {}
 
     def events(self, delta: ChoiceDelta) -> bytes:
-        """Return the beginning of the message with the first delta, its text, and the end of its only block."""
+        """Return the beginning of the message with the first delta, what came of its blocks, and their end."""
         content = delta.content
-        data = b""
-        if self._delta_template is None:
-            self._delta_template = ChunkTemplate(_text_delta, name="content_block_delta")
-            data += self._begin()
+        data = b"" if self._is_begun else self._begin()
+        if content.reasoning:
+            data += self._open({"type": "thinking", "thinking": "", "signature": ""})
+            data += self._block_delta({"type": "thinking_delta", "thinking": content.reasoning})
         if content.text:
-            data += self._delta_template.event_of(content.text)
+            data += self._open({"type": "text", "text": ""})
+            if self._text_template is None:
+                self._text_template = ChunkTemplate(self._text_delta, name="content_block_delta")
+            data += self._text_template.event_of(content.text)
+        for call in content.calls:
+            if call.name is not None:
+                call_id = new_call_id(self._head, delta.choice_index, call.call_index, prefix="toolu_")
+                data += self._open({"type": "tool_use", "id": call_id, "name": call.name, "input": {}}, is_new=True)
+            else:
+                data += self._block_delta({"type": "input_json_delta", "partial_json": call.arguments})
         if content.finish_reason is not None:
-            self._stop = _stop(content.finish_reason, content.stop_string)
-            data += _event({"type": "content_block_stop", "index": 0})
+            self._stop = _stop(content.finish_reason, content.stop_string, content.num_calls)
+            if not self._num_blocks:
+                data += self._open({"type": "text", "text": ""})
+            data += self._close()
         return data
 
     def text_template(self, choice_index: int) -> ChunkTemplate | None:
-        """Return the event of a next text."""
-        return self._delta_template
+        """Return the event of a next text while a block of text is open."""
+        return self._text_template if self._kind == "text" else None
 
     def usage_event(self, counts: UsageCounts) -> bytes:
         """Return the events that end the message."""
@@ -90,17 +108,49 @@ class MessageFormat:
         """Return the whole message."""
         (choice,) = choices
         assert choice.finish_reason is not None, "an answer has an end"
-        content = [{"type": "text", "text": choice.text}]
-        stop = _stop(choice.finish_reason, choice.stop_string)
+        content: list[dict[str, Any]] = []
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        if choice.text or not (choice.reasoning or choice.calls):
+            content.append({"type": "text", "text": choice.text})
+        for index, call in enumerate(choice.calls):
+            call_id = new_call_id(self._head, 0, index, prefix="toolu_")
+            # An input is an object also where the answer was cut: what of it is certain.
+            arguments = complete_object(call.arguments)
+            content.append({"type": "tool_use", "id": call_id, "name": call.name, "input": arguments})
+        stop = _stop(choice.finish_reason, choice.stop_string, len(choice.calls))
         return orjson.dumps(self._message(content, stop, counts))
 
     def _begin(self) -> bytes:
+        self._is_begun = True
         # What of the prompt comes from the cache is told at the end.
         counts = UsageCounts(len(self._prompt.token_ids), 0, None)
         no_stop = {"stop_reason": None, "stop_sequence": None}
-        block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-        start = {"type": "message_start", "message": self._message([], no_stop, counts)}
-        return _event(start) + _event(block) + _PING
+        return _event({"type": "message_start", "message": self._message([], no_stop, counts)})
+
+    def _open(self, block: dict[str, Any], *, is_new: bool = False) -> bytes:
+        """Begin a block, unless one of its kind is open and goes on."""
+        if self._kind == block["type"] and not is_new:
+            return b""
+        data = self._close()
+        is_first = self._num_blocks == 0
+        self._kind, self._text_template = block["type"], None
+        self._num_blocks += 1
+        data += _event({"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block})
+        return data + (_PING if is_first else b"")
+
+    def _close(self) -> bytes:
+        if self._kind is None:
+            return b""
+        self._kind = None
+        return _event({"type": "content_block_stop", "index": self._num_blocks - 1})
+
+    def _block_delta(self, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta})
+
+    def _text_delta(self, text: str) -> dict[str, Any]:
+        delta = {"type": "text_delta", "text": text}
+        return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
 
     def _message(self, content: list[dict[str, Any]], stop: dict[str, Any], counts: UsageCounts) -> dict[str, Any]:
         return {
@@ -125,15 +175,12 @@ def _usage(counts: UsageCounts) -> dict[str, int]:
     }
 
 
-def _stop(reason: FinishReason, stop_string: str | None) -> dict[str, Any]:
+def _stop(reason: FinishReason, stop_string: str | None, num_calls: int) -> dict[str, Any]:
     if stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
-    is_cut = reason is FinishReason.LENGTH
-    return {"stop_reason": "max_tokens" if is_cut else "end_turn", "stop_sequence": None}
-
-
-def _text_delta(text: str) -> dict[str, Any]:
-    return {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+    if reason is FinishReason.LENGTH:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    return {"stop_reason": "tool_use" if num_calls else "end_turn", "stop_sequence": None}
 
 
 def _event(payload: dict[str, Any]) -> bytes:

@@ -28,10 +28,11 @@ from services.gateway.latency_receipt import Segment
 from services.gateway.model_access import check_access
 from services.gateway.openai_schema import ModelFacts, read_head
 from services.gateway.output_text import ChoiceOutput, new_output
+from services.gateway.parsed_output import ParsedOutput
 from services.gateway.peers import PlacementAsk
 from services.gateway.receipt_format import ReceiptFormat
 from services.gateway.request_spans import RequestSpans, RequestTrace
-from services.gateway.text_preparation import PreparedPrompt, TextPreparation, fit_output
+from services.gateway.text_preparation import PreparedPrompt, PreparedText, TextPreparation, fit_output
 from services.gateway.token_relay import JsonPieces
 
 log = get_logger("completions")
@@ -162,7 +163,7 @@ class Completions:
             account.num_prompt_tokens = len(prompt.token_ids)
         limits = self._output_limits(endpoint, request.options, text.prompts, max_model_len)
         for account, prompt, limit in zip(exchange.accounts, text.prompts, limits, strict=True):
-            params = self._sampling_params(request.options, limit, text.bad_words)
+            params = self._sampling_params(request.options, limit, text)
             exchange.generations.append(self._new_generation(exchange, account, request.options, prompt, params))
         return await self._answer(exchange, writer, endpoint, request, text.prompts)
 
@@ -234,7 +235,7 @@ class Completions:
         return self._generations.new(ask, submission, deadline=exchange.deadline, news=exchange.news)
 
     def _sampling_params(
-        self, options: GenerationOptions, max_output_tokens: int, bad_words: tuple[tuple[int, ...], ...]
+        self, options: GenerationOptions, max_output_tokens: int, text: PreparedText
     ) -> SamplingParams:
         return SamplingParams(
             temperature=options.temperature,
@@ -252,8 +253,8 @@ class Completions:
             repetition_penalty=options.repetition_penalty,
             logit_bias=options.logit_bias,
             allowed_token_ids=options.allowed_token_ids,
-            bad_words=bad_words,
-            grammar=None if options.constraint is None else options.constraint.grammar,
+            bad_words=text.bad_words,
+            grammar=text.grammar,
             num_logprobs=options.num_logprobs if options.max_output_tokens != 0 else None,
             num_prompt_logprobs=options.num_measured_prompt_logprobs,
         )
@@ -292,10 +293,18 @@ class Completions:
         return await send_whole(source, writer, answer_format)
 
     def _new_outputs(self, options: GenerationOptions, prompt: PreparedPrompt) -> list[ChoiceOutput]:
-        tokenizer = self._text.model_text.tokenizer
-        return [
-            new_output(tokenizer, options, is_continued=prompt.is_continued) for _ in range(options.num_choices)
-        ]
+        return [self._new_output(options, prompt) for _ in range(options.num_choices)]
+
+    def _new_output(self, options: GenerationOptions, prompt: PreparedPrompt) -> ChoiceOutput:
+        tokenizer, model_format = self._text.model_text.tokenizer, self._text.model_format
+        parser = None
+        if options.reads_reasoning:
+            parser = model_format.new_parser(prompt.reasoning_state, options.tool_names)
+        if parser is None:
+            return new_output(tokenizer, options, is_continued=prompt.is_continued)
+        kept = model_format.kept_token_ids(with_tools=bool(options.tool_names))
+        output = new_output(tokenizer, options, is_continued=prompt.is_continued, kept_token_ids=kept)
+        return ParsedOutput(output, parser, shows_reasoning=options.shows_reasoning)
 
     def _close(self, account: RequestAccount, generation: Generation | None) -> None:
         """Stop what still runs for a prompt and close its account, once the engine has given its counts."""

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from libs.config import setting
+from services.gateway.model_formats.model_format import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 
 _GATEWAY_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _POSITIVE = (
@@ -57,6 +58,15 @@ class GatewayConfig:
     served_model_name: str | None = setting(None, "The model's public name; unset takes it from model.")
     model_aliases: tuple[str, ...] = setting(
         (), "Further names by which clients may ask for the model, comma-separated."
+    )
+    tool_format: str = setting(
+        "auto",
+        "Form in which the model calls tools: auto (as its chat template has it), none (no tools), hermes, llama3, "
+        "pythonic, mistral, mistral_named, deepseek_v3 or deepseek_v31.",
+    )
+    reasoning_format: str = setting(
+        "auto",
+        "Markers of the model's reasoning: auto (as its chat template has them), none, think or mistral.",
     )
     block_size: int = setting(16, "Tokens in a KV block; must be the engines' own.", unit="tokens")
     default_max_tokens: int | None = setting(
@@ -144,6 +154,9 @@ class GatewayConfig:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative.")
+        for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+            if getattr(self, name) not in (AUTO, NONE, *known):
+                raise ValueError(f"{name} must be {AUTO}, {NONE} or one of {', '.join(known)}.")
         if not 1 <= self.gateway_processes <= _MAX_PROCESSES:
             raise ValueError(f"gateway_processes must be between 1 and {_MAX_PROCESSES}.")
         if not 0 <= self.trace_sample_fraction <= 1:

@@ -24,6 +24,9 @@ class FirstTokenReport:
     prefill_seconds: float
     num_cached_tokens: int
     misses: Mapping[str, int]
+    # From the sampling of the token, and from handing over the acceptance, until it was handed over itself.
+    publish_seconds: float = 0.0
+    since_started_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +97,24 @@ class TryTimes:
     def segments(self, until_ns: int) -> dict[Segment, int]:
         """Return where the time until the first token went, or until ``until_ns`` if none has come.
 
-        ``wire`` is the round trip of the submit and its acceptance, less what the engine says that it took for it.
+        ``wire`` is the round trip of the submit and its acceptance, less what the engine took in between: what NTP
+        calls delay (RFC 5905, section 8). ``delivery`` is how much longer the first token was under way than the
+        acceptance: the time between the arrivals of both less the time between their sendings, what RTP calls
+        jitter (RFC 3550, section 6.4.1). Where it was the acceptance that came late, the wire is shorter by that.
         """
         first = self.first_tokens.get(self.first_choice)
-        if first is None or self.accepted_ns is None or self.accept_ns is None:
+        if first is None or self.accepted_ns is None or self.accept_ns is None or self.first_arrival_ns is None:
             end_ns = until_ns if self.first_arrival_ns is None else self.first_arrival_ns
             return {Segment.ENGINE: max(0, end_ns - self.submitted_ns)}
+        delay_ns, jitter_ns = self.accepted_ns - self.submitted_ns - self.accept_ns, 0
+        if first.since_started_seconds is not None:
+            jitter_ns = self.first_arrival_ns - self.accepted_ns - nanos(first.since_started_seconds)
         return {
-            Segment.WIRE: max(0, self.accepted_ns - self.submitted_ns - self.accept_ns),
-            Segment.ENGINE_QUEUE: self.accept_ns + nanos(first.queue_seconds),
+            Segment.WIRE: max(0, delay_ns + min(0, jitter_ns)),
+            Segment.ENGINE_QUEUE: nanos(first.queue_seconds),
             Segment.PREFILL: nanos(first.prefill_seconds),
+            Segment.PUBLISH: nanos(first.publish_seconds),
+            Segment.DELIVERY: max(0, jitter_ns),
         }
 
 

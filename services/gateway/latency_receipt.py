@@ -40,6 +40,10 @@ class Segment(StrEnum):
     WIRE = "wire"
     ENGINE_QUEUE = "engine_queue"
     PREFILL = "prefill"
+    # In the engine, from the sampling of the first token until it was handed to the stream.
+    PUBLISH = "publish"
+    # How much longer the first token was under way than the acceptance.
+    DELIVERY = "delivery"
     # An engine that could not tell more had the request.
     ENGINE = "engine"
     # From a first token's arrival until its bytes were ready for the client's socket.
@@ -113,8 +117,8 @@ class StallReport:
 class LatencyReceipt:
     """A waterfall. The segments and ``unattributed_ns`` add up to ``wall_ns``.
 
-    ``unattributed_ns`` can be a little below zero: ``wire`` is measured on another message than the one whose way
-    it stands for. ``absent`` says of segments why they are zero.
+    ``unattributed_ns`` can be a hair below zero where the clocks of gateway and engine run at different rates.
+    ``absent`` says of segments why they are zero.
     """
 
     wall_ns: int

@@ -43,6 +43,7 @@ from services.gateway.http_server import HttpServer
 from services.gateway.identity import Authenticator, cache_salt_secret
 from services.gateway.inference.servicer import InferenceServicer, make_inference_server
 from services.gateway.key_stores import KeyFile, KeysInRedis, KeyStore, KeyWatch
+from services.gateway.model_formats.model_format import ModelFormat
 from services.gateway.models import Models
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.placement import Placements, RouterPlacements
@@ -174,13 +175,18 @@ def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation
         config.shared_prompt_files, model_text, salt_secret=salt_secret, block_size=config.block_size
     )
     text = TextPreparation(
-        model_text, shared_prefixes, block_size=config.block_size, num_threads=config.text_threads
+        model_text,
+        shared_prefixes,
+        block_size=config.block_size,
+        num_threads=config.text_threads,
+        model_format=ModelFormat.of(model_text, config.tool_format, config.reasoning_format),
     )
     stack.callback(text.close)
     model = ModelFacts(
         name=config.served_model_name or default_served_model_name(model_path),
         vocab_size=model_text.tokenizer.vocab_size,
         aliases=config.model_aliases,
+        format=text.model_format,
     )
     metrics = _make_metrics(config)
     audit = _make_audit(config, data_dir, metrics, stack)

@@ -5,21 +5,20 @@ Owns their shape. Chunks are cut from templates made once for each choice, becau
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
+from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice, new_call_id
 from services.gateway.chunks import RunningUsage
 from services.gateway.event_template import ChunkTemplate
 from services.gateway.generation import FinishReason, TokenLogprob
 from services.gateway.generation_options import GenerationOptions
 from services.gateway.logprob_shapes import LogprobShapes
+from services.gateway.model_formats.parsed import CallDelta
 from services.gateway.sse import OPENAI_FRAMING, event
 from services.gateway.text_preparation import PreparedPrompt
-from services.gateway.tool_call_text import CallDelta, ToolCallParser
 
 
 class ChatFormat:
@@ -33,17 +32,13 @@ class ChatFormat:
         options: GenerationOptions,
         prompt: PreparedPrompt,
         shapes: LogprobShapes,
-        new_parser: Callable[[], ToolCallParser] | None = None,
     ) -> None:
-        """Begin; ``new_parser`` makes what reads a choice's calls where tools may be called."""
         self._head = head
         self._options = options
         self._prompt = prompt
         self._shapes = shapes
         self._usage = RunningUsage(len(prompt.token_ids), options)
         self._templates: dict[int, ChunkTemplate] = {}
-        self._new_parser = new_parser
-        self._parsers: dict[int, ToolCallParser] = {}
 
     @property
     def includes_usage(self) -> bool:
@@ -57,27 +52,22 @@ class ChatFormat:
         if index not in self._templates:
             data += self._begin(index)
         self._usage.add(len(content.token_ids))
-        text, calls, reason = content.text, b"", _reason(content.finish_reason)
-        if self._new_parser is not None:
-            parser = self._parsers.setdefault(index, self._new_parser())
-            parsed = parser.add(text, is_last=content.finish_reason is not None)
-            text, reason = parsed.content, _reason(content.finish_reason, parser)
-            calls = b"".join(
-                event(orjson.dumps(self._chunk(index, {"tool_calls": [self._call_delta(index, call)]}, None)))
-                for call in parsed.calls
-            )
+        if content.reasoning:
+            data += event(orjson.dumps(self._chunk(index, {"reasoning_content": content.reasoning}, None)))
         if content.token_ids and (self._options.returns_token_ids or self._options.num_logprobs is not None):
-            data += self._content_with_tokens(delta, text)
+            data += self._content_with_tokens(delta)
         else:
-            data += self._content(index, text)
-        data += calls
-        if reason is not None:
+            data += self._content(index, content.text)
+        for call in content.calls:
+            data += event(orjson.dumps(self._chunk(index, {"tool_calls": [self._call_delta(index, call)]}, None)))
+        if content.finish_reason is not None:
+            reason = _reason(content.finish_reason, content.num_calls)
             data += event(orjson.dumps(self._chunk(index, {}, reason)))
         return data
 
     def text_template(self, choice_index: int) -> ChunkTemplate | None:
         """Return the event of a next text where text is all that a chunk says."""
-        is_plain = self._usage.is_constant and self._new_parser is None and not self._options.returns_token_ids
+        is_plain = self._usage.is_constant and not self._options.returns_token_ids
         return self._templates.get(choice_index) if is_plain else None
 
     def usage_event(self, counts: UsageCounts) -> bytes:
@@ -110,13 +100,13 @@ class ChatFormat:
             return self._templates[index].event_of(text)
         return event(orjson.dumps(self._chunk(index, {"content": text}, None)))
 
-    def _content_with_tokens(self, delta: ChoiceDelta, text: str) -> bytes:
+    def _content_with_tokens(self, delta: ChoiceDelta) -> bytes:
         """Return the event for tokens of which more is wanted than their text; they may have none yet."""
         token_ids = delta.content.token_ids
         more: dict[str, Any] = {"logprobs": self._logprobs(token_ids, delta.logprobs)}
         if self._options.returns_token_ids:
             more["token_ids"] = list(token_ids)
-        return event(orjson.dumps(self._chunk(delta.choice_index, {"content": text}, None, more)))
+        return event(orjson.dumps(self._chunk(delta.choice_index, {"content": delta.content.text}, None, more)))
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._options.num_logprobs is None:
@@ -124,42 +114,33 @@ class ChatFormat:
         return {"content": self._shapes.chat_content(token_ids, logprobs), "refusal": None}
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
-        text, calls, parser = choice.text, [], None
-        if self._new_parser is not None:
-            parser = self._new_parser()
-            parsed = parser.add(text, is_last=True)
-            text, calls = parsed.content, self._whole_calls(index, parsed.calls)
-        content = self._prompt.echoed_text + text
-        message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        content, reasoning = self._prompt.echoed_text + choice.text, choice.reasoning
+        calls = [
+            {"id": self._call_id(index, number)} | _function(call.name, call.arguments)
+            for number, call in enumerate(choice.calls)
+        ]
+        has_more = bool(calls or reasoning)
+        message = {"role": "assistant", "content": content if content or not has_more else None, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         body: dict[str, Any] = {
             "index": index,
             "message": message | ({"tool_calls": calls} if calls else {}),
             "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
-            "finish_reason": _reason(choice.finish_reason, parser),
+            "finish_reason": None if choice.finish_reason is None else _reason(choice.finish_reason, len(calls)),
         }
         return body | {"token_ids": choice.token_ids} if self._options.returns_token_ids else body
-
-    def _whole_calls(self, choice_index: int, deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
-        calls: list[dict[str, Any]] = []
-        for delta in deltas:
-            if delta.name is not None:
-                call = self._call_delta(choice_index, delta)
-                calls.append({name: value for name, value in call.items() if name != "index"})
-            else:
-                calls[delta.call_index]["function"]["arguments"] += delta.arguments
-        return calls
 
     def _call_delta(self, choice_index: int, delta: CallDelta) -> dict[str, Any]:
         """Return a part of a call: id and name with the first."""
         if delta.name is None:
             return {"index": delta.call_index, "function": {"arguments": delta.arguments}}
-        key = f"{self._head.answer_id}/{choice_index}/{delta.call_index}"
-        return {
-            "index": delta.call_index,
-            "id": f"call_{uuid.uuid5(uuid.NAMESPACE_OID, key).hex}",
-            "type": "function",
-            "function": {"name": delta.name, "arguments": delta.arguments},
-        }
+        head = {"index": delta.call_index, "id": self._call_id(choice_index, delta.call_index)}
+        return head | _function(delta.name, delta.arguments)
+
+    def _call_id(self, choice_index: int, call_index: int) -> str:
+        """Return an id that no other call of any answer has."""
+        return new_call_id(self._head, choice_index, call_index, prefix="call_")
 
     def _begin(self, index: int) -> bytes:
         """Return a choice's first events and make the template of the others."""
@@ -186,7 +167,9 @@ class ChatFormat:
         } | self._usage.fields
 
 
-def _reason(reason: FinishReason | None, parser: ToolCallParser | None = None) -> str | None:
-    if reason is FinishReason.STOP and parser is not None and parser.num_calls:
-        return "tool_calls"
-    return None if reason is None else reason.value
+def _function(name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _reason(reason: FinishReason, num_calls: int) -> str:
+    return "tool_calls" if reason is FinishReason.STOP and num_calls else reason.value

@@ -11,24 +11,37 @@ import gc
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
 
 from libs.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from libs.text import ChatMessage
-from services.gateway.generation_options import (
-    GenerationOptions,
-    parse_generation_options,
-    read_max_tokens,
-    read_num_logprobs,
+from services.gateway.generation_fields import (
+    CONTINUE_FINAL_MESSAGE,
+    INCLUDE_REASONING,
+    LOGPROBS,
+    MAX_COMPLETION_TOKENS,
+    MAX_TOKENS,
+    PARALLEL_TOOL_CALLS,
+    THINKING_TOKEN_BUDGET,
+    TOP_LOGPROBS,
 )
+from services.gateway.generation_options import GenerationOptions, parse_generation_options
+from services.gateway.model_formats.model_format import ModelFormat
 from services.gateway.openai_fields import check_chat_fields, check_content_part_fields, check_message_fields
 from services.gateway.openai_values import read_boolean
-from services.gateway.output_constraints import OutputConstraint, check_beside_constraint
+from services.gateway.output_constraints import check_beside_tools
 from services.gateway.prompts import ChatPrompt
-from services.gateway.tools import ToolUse, describe_tools, parse_tool_use, read_tool_calls, result_text
+from services.gateway.reasoning_fields import (
+    check_reasoning_limit,
+    effort_variables,
+    merged_variables,
+    read_template_variables,
+)
+from services.gateway.tool_grammar import tool_constraint
+from services.gateway.tools import ToolUse, check_results, make_tool_use, read_choice, read_tool_calls, read_tools
 
 MAX_MESSAGES: Final = 2048
 MAX_CONTENT_PARTS: Final = 2048
@@ -37,13 +50,13 @@ MAX_BODY_MEMBERS: Final = 65_536
 MAX_BODY_COMMAS: Final = 524_288
 MAX_MODEL_NAME_CHARACTERS: Final = 64
 
-# By role, the one that templates know. They know a tool's result as what the user says next.
+# By role, the one that templates know.
 _ROLES: Final = {
     "system": "system",
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
-    "tool": "user",
+    "tool": "tool",
 }
 _UNSUPPORTED_ROLES: Final = frozenset({"function"})
 _SAFE_NAME: Final = re.compile(r"[^\x20-\x7e]")
@@ -57,6 +70,8 @@ class ModelFacts:
     vocab_size: int
     # Other names by which clients may ask for it.
     aliases: tuple[str, ...] = ()
+    # How it calls tools and reasons.
+    format: ModelFormat = field(default_factory=ModelFormat)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -75,8 +90,6 @@ class ValidChatCompletion:
     model: str
     prompt: ChatPrompt
     options: GenerationOptions
-    # The tools that the model is told of; None where it may call none.
-    tools: ToolUse | None = None
 
     @property
     def prompts(self) -> tuple[ChatPrompt]:
@@ -156,30 +169,59 @@ def parse_chat_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidCh
     """
     check_chat_fields(body)
     model_name = read_model_name(body, model)
-    prompt = read_chat_prompt(body)
-    tools = parse_tool_use(body)
-    options = parse_generation_options(
-        body,
-        vocab_size=model.vocab_size,
-        max_output_tokens=_max_output_tokens(body),
-        num_logprobs=_num_logprobs(body),
+    prompt = read_chat_prompt(body, model)
+    options = dataclasses.replace(
+        parse_generation_options(
+            body,
+            vocab_size=model.vocab_size,
+            max_output_tokens=_max_output_tokens(body),
+            num_logprobs=_num_logprobs(body),
+        ),
+        reads_reasoning=True,
+        shows_reasoning=INCLUDE_REASONING.read(body),
+        max_reasoning_tokens=_max_reasoning_tokens(body, model),
     )
+    tools = _tool_use(body)
     if tools is not None:
-        options = dataclasses.replace(options, constraint=_tool_constraint(body, tools, options))
-        prompt = dataclasses.replace(prompt, messages=describe_tools(prompt.messages, tools.tools))
-    return ValidChatCompletion(model=model_name, prompt=prompt, options=options, tools=tools)
+        check_beside_tools(body)
+        options, prompt = with_tools(options, prompt, tools, model)
+    return ValidChatCompletion(model=model_name, prompt=prompt, options=options)
 
 
-def _tool_constraint(body: Mapping[str, Any], tools: ToolUse, options: GenerationOptions) -> OutputConstraint:
+def with_tools(
+    options: GenerationOptions, prompt: ChatPrompt, tools: ToolUse, model: ModelFacts
+) -> tuple[GenerationOptions, ChatPrompt]:
+    """Return a request in which the model is told of tools and its answer is held to their calls.
+
+    Raises:
+        UnsupportedField: the answer has a form already, or this model cannot be held so.
+    """
     if options.constraint is not None:
         raise UnsupportedField(
             f"{options.constraint.param!r} and 'tools' cannot both constrain the answer; with 'tool_choice' 'none' "
             "the form holds.",
             param="tools",
         )
-    constraint = tools.constraint()
-    check_beside_constraint(body, constraint)
-    return constraint
+    constraint = tool_constraint(tools, model.format)
+    told = tuple(tool.as_value() for tool in tools.tools)
+    return (
+        dataclasses.replace(options, constraint=constraint, tools=tools),
+        dataclasses.replace(prompt, tools=told),
+    )
+
+
+def _tool_use(body: Mapping[str, Any]) -> ToolUse | None:
+    tools = read_tools(body.get("tools"), "tools")
+    choice, only = read_choice(body.get("tool_choice"))
+    is_parallel = PARALLEL_TOOL_CALLS.read(body)
+    return make_tool_use(tools, choice, only=only, is_parallel=is_parallel)
+
+
+def _max_reasoning_tokens(body: Mapping[str, Any], model: ModelFacts) -> int | None:
+    budget = THINKING_TOKEN_BUDGET.read(body)
+    if budget is not None:
+        check_reasoning_limit(model.format, "thinking_token_budget")
+    return budget
 
 
 def read_model_name(body: Mapping[str, Any], model: ModelFacts) -> str:
@@ -199,10 +241,11 @@ def check_model_name(name: str, model: ModelFacts) -> None:
         )
 
 
-def read_chat_prompt(body: Mapping[str, Any]) -> ChatPrompt:
-    """Return the messages, and how the template ends them."""
+def read_chat_prompt(body: Mapping[str, Any], model: ModelFacts) -> ChatPrompt:
+    """Return the messages, how the template ends them, and what is set in it."""
     messages = _messages(body)
-    continues = read_boolean(body, "continue_final_message", default=False)
+    check_results(messages, "messages")
+    continues = CONTINUE_FINAL_MESSAGE.read(body)
     adds = read_boolean(body, "add_generation_prompt", default=not continues)
     if continues and adds:
         raise InvalidRequest(
@@ -214,7 +257,12 @@ def read_chat_prompt(body: Mapping[str, Any]) -> ChatPrompt:
             "'continue_final_message' needs a last message of the role 'assistant'.",
             param="continue_final_message",
         )
-    return ChatPrompt(messages, add_generation_prompt=adds, continue_final_message=continues)
+    variables = merged_variables(
+        read_template_variables(body.get("chat_template_kwargs"), model.format),
+        effort_variables(body.get("reasoning_effort"), model.format, "reasoning_effort"),
+        "reasoning_effort",
+    )
+    return ChatPrompt(messages, add_generation_prompt=adds, continue_final_message=continues, variables=variables)
 
 
 def _messages(body: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
@@ -243,13 +291,23 @@ def _message(message: Any, path: str) -> ChatMessage:
     # A message that calls tools need not say anything.
     has_content = not calls or message.get("content") is not None
     content = _content(message.get("content"), f"{path}.content") if has_content else ""
-    if role == "tool":
-        if not isinstance(message.get("tool_call_id"), str):
-            raise InvalidRequest(f"'{path}.tool_call_id' must be a string.", param=f"{path}.tool_call_id")
-        content = result_text(content)
-    return ChatMessage(
-        role=_ROLES[role], content="\n".join([*([content] if content else []), *calls]) if calls else content
-    )
+    call_id = message.get("tool_call_id")
+    if role == "tool" and not isinstance(call_id, str):
+        raise InvalidRequest(f"'{path}.tool_call_id' must be a string.", param=f"{path}.tool_call_id")
+    reasoning = _reasoning(message, path) if role == "assistant" else None
+    return ChatMessage(_ROLES[role], content, tool_calls=calls, tool_call_id=call_id, reasoning=reasoning)
+
+
+def _reasoning(message: Mapping[str, Any], path: str) -> str | None:
+    """Return what the assistant thought, under the name that answers have here or under vLLM's newer one."""
+    for name in ("reasoning_content", "reasoning"):
+        value = message.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise InvalidRequest(f"'{path}.{name}' must be a string.", param=f"{path}.{name}")
+        return value
+    return None
 
 
 def _content(content: Any, path: str) -> str:
@@ -278,16 +336,16 @@ def _text_of_part(part: Any, path: str) -> str:
 
 
 def _num_logprobs(body: Mapping[str, Any]) -> int | None:
-    is_wanted = read_boolean(body, "logprobs", default=False)
-    count = read_num_logprobs(body, "top_logprobs") or 0
+    is_wanted = LOGPROBS.read(body)
+    count = TOP_LOGPROBS.read(body) or 0
     if count and not is_wanted:
         raise InvalidRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     return count if is_wanted else None
 
 
 def _max_output_tokens(body: Mapping[str, Any]) -> int | None:
-    old = read_max_tokens(body, "max_tokens")
-    new = read_max_tokens(body, "max_completion_tokens")
+    old = MAX_TOKENS.read(body)
+    new = MAX_COMPLETION_TOKENS.read(body)
     if old is not None and new is not None and old != new:
         raise InvalidRequest(
             "'max_tokens' and 'max_completion_tokens' differ; give one of them.", param="max_completion_tokens"

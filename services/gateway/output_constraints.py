@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import orjson
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
 from services.gateway.openai_fields import check_structured_outputs
+from services.gateway.openai_values import schema_text
 
 _ANY_OBJECT: Final = '{"type":"object"}'
 _SCHEMA_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -49,7 +49,7 @@ def parse_output_constraint(body: Mapping[str, Any]) -> OutputConstraint | None:
     constraint = response_format or structured
     if constraint is not None:
         _check_size(constraint)
-        check_beside_constraint(body, constraint)
+        _check_beside(body, constraint.param)
     return constraint
 
 
@@ -60,13 +60,16 @@ def _check_size(constraint: OutputConstraint) -> None:
         raise InvalidRequest(error.message, param=constraint.param) from error
 
 
-def check_beside_constraint(body: Mapping[str, Any], constraint: OutputConstraint) -> None:
-    """Refuse what would keep a constrained answer from its end."""
+def check_beside_tools(body: Mapping[str, Any]) -> None:
+    """Refuse what would keep an answer with calls from its end."""
+    _check_beside(body, "tools")
+
+
+def _check_beside(body: Mapping[str, Any], param: str) -> None:
     for name, neutral in (("ignore_eos", False), ("min_tokens", 0)):
         if body.get(name) not in (None, neutral):
             raise UnsupportedField(
-                f"{name!r} cannot be used with {constraint.param!r}: the answer ends where its form is complete.",
-                param=name,
+                f"{name!r} cannot be used with {param!r}: the answer ends where its form is complete.", param=name
             )
 
 
@@ -168,15 +171,6 @@ def _lark_of(grammar: str) -> str:
 
 def _schema_grammar(schema: Mapping[str, Any], param: str) -> Grammar:
     return Grammar(GrammarForm.JSON_SCHEMA, (schema_text(schema, param),))
-
-
-def schema_text(schema: Mapping[str, Any], param: str) -> str:
-    """Return a schema as JSON; raises InvalidRequest for one that is nested deeper than a form may be."""
-    try:
-        return orjson.dumps(schema).decode()
-    except TypeError as error:
-        # The values come from JSON, so only their depth can be wrong.
-        raise InvalidRequest(f"'{param}' is nested too deep; at most 250 levels are taken.", param=param) from error
 
 
 def _refuse_others(value: Mapping[str, Any], known: set[str], path: str) -> None:

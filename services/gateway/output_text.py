@@ -13,6 +13,7 @@ from typing import Protocol
 from libs.text import IncrementalDetokenizer, Tokenizer
 from services.gateway.generation import FinishReason, GenerationFinished
 from services.gateway.generation_options import GenerationOptions
+from services.gateway.model_formats.parsed import CallDelta
 from services.gateway.stop_strings import StopStringMatcher
 
 
@@ -27,6 +28,12 @@ class TextDelta:
     text_offsets: Sequence[int] = ()
     # The stop string that ended the output.
     stop_string: str | None = None
+    # What was read out of the text, where it has marks that are read.
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+    # Of the whole choice so far: calls that have begun, and tokens that were reasoning.
+    num_calls: int = 0
+    num_reasoning_tokens: int = 0
 
 
 class ChoiceOutput(Protocol):
@@ -36,16 +43,29 @@ class ChoiceOutput(Protocol):
     def num_tokens(self) -> int:
         """Tokens taken until the end: what the client pays for."""
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Those of them that were reasoning; None where that is not told apart."""
+
     def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
         """Take the next tokens; what comes after the end of the text is surplus and not counted."""
 
 
 class OutputText:
-    """One choice's text."""
+    """One choice's text, with the text of ``kept_token_ids`` also where control tokens are skipped."""
 
-    def __init__(self, tokenizer: Tokenizer, options: GenerationOptions, *, is_continued: bool = False) -> None:
+    num_reasoning_tokens = None
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: GenerationOptions,
+        *,
+        is_continued: bool = False,
+        kept_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, options.skips_special_tokens, is_continued=is_continued
+            tokenizer, options.skips_special_tokens, is_continued=is_continued, kept_token_ids=kept_token_ids
         )
         self._includes_stop = options.includes_stop_string
         self._matcher: StopStringMatcher | None = None
@@ -137,14 +157,21 @@ class NoOutput:
     """One choice of a request whose prompt alone is of interest: an engine computes a token all the same."""
 
     num_tokens = 0
+    num_reasoning_tokens = None
 
     def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
         """Take the token and show nothing of it."""
         return TextDelta("", (), FinishReason.LENGTH)
 
 
-def new_output(tokenizer: Tokenizer, options: GenerationOptions, *, is_continued: bool) -> ChoiceOutput:
+def new_output(
+    tokenizer: Tokenizer,
+    options: GenerationOptions,
+    *,
+    is_continued: bool,
+    kept_token_ids: frozenset[int] = frozenset(),
+) -> ChoiceOutput:
     """Return what takes a choice's tokens; ``is_continued`` where they go on with the prompt's text."""
     if options.max_output_tokens == 0:
         return NoOutput()
-    return OutputText(tokenizer, options, is_continued=is_continued)
+    return OutputText(tokenizer, options, is_continued=is_continued, kept_token_ids=kept_token_ids)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import orjson
 
 from libs.text import ChatMessage
 
@@ -19,11 +21,16 @@ class ChatPrompt:
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    # What the model is told that it may call, in OpenAI's shape.
+    tools: tuple[Mapping[str, Any], ...] = ()
+    # Of those that the template reads.
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_characters(self) -> int:
         """How much text there is to render and tokenize."""
-        return sum(len(message.content) for message in self.messages)
+        tools = sum(len(orjson.dumps(tool)) for tool in self.tools)
+        return tools + sum(message.num_characters for message in self.messages)
 
     @property
     def certain_texts(self) -> Sequence[str]:

@@ -1,52 +1,67 @@
 """OpenAI's answers of the Responses API: the whole response and the numbered events of a streamed one.
 
-Owns their shape. A response has one item, the assistant's message, of one part, its text.
+Owns their shape. The output has an item for the reasoning, one for the text and one for each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import orjson
 
 from libs.errors import OctavoError, Overloaded
-from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice
+from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice, new_call_id
 from services.gateway.client_call import Framing
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import known_error
-from services.gateway.responses_schema import ResponseBody
+from services.gateway.logprob_shapes import LogprobShapes
+from services.gateway.model_formats.parsed import CallDelta
+from services.gateway.responses_schema import FunctionTool, ResponseBody
 from services.gateway.sse import PING, named_event
 
 RESPONSE_ID_PREFIX: Final = "resp_"
-_PLACE: Final = {"output_index": 0, "content_index": 0}
 
 
 class ResponseFormat:
-    """One response."""
+    """One response: an item for its reasoning, for its text and for each call of a function."""
 
     includes_usage = True
 
-    def __init__(self, head: AnswerHead, body: ResponseBody) -> None:
+    def __init__(self, head: AnswerHead, body: ResponseBody, shapes: LogprobShapes) -> None:
         # A stream ends with its last event and nothing behind it.
         self.framing = Framing(ping=PING, done=b"", error_event=self._failure)
         self._head = head
         self._body = body
-        self._item_id = f"msg_{head.answer_id.removeprefix(RESPONSE_ID_PREFIX)}"
+        self._shapes = shapes
+        self._id = head.answer_id.removeprefix(RESPONSE_ID_PREFIX)
         self._num_events = 0
-        self._pieces: list[str] = []
+        self._done: list[dict[str, Any]] = []
+        self._open: _OpenItem | None = None
         self._reason: FinishReason | None = None
+        # Log-probabilities of tokens whose text has not come yet, and how many belonged to reasoning.
+        self._logprobs: list[dict[str, Any]] = []
+        self._num_reasoning_logprobs = 0
 
     def events(self, delta: ChoiceDelta) -> bytes:
-        """Return the beginning of the response with the first delta, its text, and the end of its only item."""
+        """Return the beginning of the response with the first delta, what came of its items, and their end."""
         content = delta.content
         data = b"" if self._num_events else self._begin()
+        self._take_logprobs(delta)
+        if content.reasoning:
+            data += self._text_delta("reasoning", content.reasoning, [])
         if content.text:
-            self._pieces.append(content.text)
-            data += self._part_event("response.output_text.delta", delta=content.text, logprobs=[])
+            logprobs, self._logprobs = self._logprobs, []
+            data += self._text_delta("message", content.text, logprobs)
+        for call in content.calls:
+            data += self._call_delta(call)
         if content.finish_reason is not None:
             self._reason = content.finish_reason
-            data += self._end_of_item("".join(self._pieces), content.finish_reason)
+            if self._open is None and not self._done:
+                data += self._begin_item("message", _message_item(self._item_id("message"), [], "in_progress"))
+            data += self._end_item(_status(content.finish_reason))
         return data
 
     def text_template(self, choice_index: int) -> None:
@@ -55,36 +70,106 @@ class ResponseFormat:
     def usage_event(self, counts: UsageCounts) -> bytes:
         """Return the event that ends the response."""
         assert self._reason is not None, "the counts come after the end"
-        response = self._finished("".join(self._pieces), self._reason, counts)
+        response = self._finished(self._done, self._reason, counts)
         return self._event(f"response.{response['status']}", response=response)
 
     def body(self, choices: Sequence[WholeChoice], counts: UsageCounts) -> bytes:
         """Return the whole response."""
         (choice,) = choices
         assert choice.finish_reason is not None, "an answer has an end"
-        return orjson.dumps(self._finished(choice.text, choice.finish_reason, counts))
+        return orjson.dumps(
+            self._finished(self._whole_items(choice), choice.finish_reason, counts), default=msgspec.to_builtins
+        )
+
+    def _whole_items(self, choice: WholeChoice) -> list[dict[str, Any]]:
+        """Return the items of a whole answer; where it was cut the last is incomplete."""
+        assert choice.finish_reason is not None, "an answer has an end"
+        items: list[dict[str, Any]] = []
+        if choice.reasoning:
+            items.append(_reasoning_item(self._item_id("reasoning"), choice.reasoning, "completed"))
+        if choice.text or not (choice.reasoning or choice.calls):
+            logprobs = []
+            if self._body.wants_logprobs:
+                entries = self._shapes.chat_content(choice.token_ids, choice.logprobs)
+                logprobs = entries[choice.num_reasoning_tokens :]
+            part = _text_part(choice.text, logprobs)
+            items.append(_message_item(self._item_id("message"), [part], "completed"))
+        for index, call in enumerate(choice.calls):
+            items.append(self._call_item(index, call.name, call.arguments, "completed"))
+        items[-1]["status"] = _status(choice.finish_reason)
+        return items
 
     def _begin(self) -> bytes:
         response = self._response("in_progress", [])
-        item = self._item("in_progress", [])
-        return b"".join(
-            [
-                self._event("response.created", response=response),
-                self._event("response.in_progress", response=response),
-                self._event("response.output_item.added", output_index=0, item=item),
-                self._part_event("response.content_part.added", part=_part("")),
-            ]
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
         )
 
-    def _end_of_item(self, text: str, reason: FinishReason) -> bytes:
-        item = self._item(_status(reason), [_part(text)])
-        return b"".join(
-            [
-                self._part_event("response.output_text.done", text=text, logprobs=[]),
-                self._part_event("response.content_part.done", part=_part(text)),
-                self._event("response.output_item.done", output_index=0, item=item),
-            ]
-        )
+    def _take_logprobs(self, delta: ChoiceDelta) -> None:
+        if not self._body.wants_logprobs:
+            return
+        self._logprobs += self._shapes.chat_content(delta.content.token_ids, delta.logprobs)
+        num_more = delta.content.num_reasoning_tokens - self._num_reasoning_logprobs
+        del self._logprobs[:num_more]
+        self._num_reasoning_logprobs += num_more
+
+    def _text_delta(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        data = b""
+        if self._open is None or self._open.kind != kind:
+            data += self._end_item("completed")
+            item_id = self._item_id(kind)
+            is_message = kind == "message"
+            item = (
+                _message_item(item_id, [], "in_progress")
+                if is_message
+                else _reasoning_item(item_id, None, "in_progress")
+            )
+            data += self._begin_item(kind, item)
+        assert self._open is not None, "an item has been begun"
+        self._open.pieces.append(text)
+        self._open.logprobs += logprobs
+        if kind == "reasoning":
+            return data + self._part_event("response.reasoning_text.delta", delta=text)
+        return data + self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
+
+    def _call_delta(self, call: CallDelta) -> bytes:
+        if call.name is not None:
+            item = self._call_item(call.call_index, call.name, "", "in_progress")
+            return self._end_item("completed") + self._begin_item("function_call", item)
+        assert self._open is not None, "arguments follow the name"
+        self._open.pieces.append(call.arguments)
+        return self._item_event("response.function_call_arguments.delta", delta=call.arguments)
+
+    def _begin_item(self, kind: str, item: dict[str, Any]) -> bytes:
+        self._open = _OpenItem(kind, item, [], [])
+        data = self._event("response.output_item.added", output_index=len(self._done), item=item)
+        if kind == "function_call":
+            return data
+        part = _text_part("", []) if kind == "message" else _reasoning_part("")
+        return data + self._part_event("response.content_part.added", part=part)
+
+    def _end_item(self, status: str) -> bytes:
+        """End the item that is open, if one is."""
+        if self._open is None:
+            return b""
+        kind, item, text = self._open.kind, self._open.item, "".join(self._open.pieces)
+        if kind == "function_call":
+            item = item | {"arguments": text, "status": status}
+            data = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
+        elif kind == "message":
+            logprobs = self._open.logprobs + self._logprobs
+            part = _text_part(text, logprobs)
+            item = _message_item(item["id"], [part], status)
+            data = self._part_event("response.output_text.done", text=text, logprobs=logprobs)
+            data += self._part_event("response.content_part.done", part=part)
+        else:
+            item = _reasoning_item(item["id"], text, status)
+            data = self._part_event("response.reasoning_text.done", text=text)
+            data += self._part_event("response.content_part.done", part=_reasoning_part(text))
+        data += self._event("response.output_item.done", output_index=len(self._done), item=item)
+        self._done.append(item)
+        self._open = None
+        return data
 
     def _failure(self, error: OctavoError) -> bytes:
         error = known_error(error)
@@ -93,16 +178,14 @@ class ResponseFormat:
         response = self._response("failed", []) | {"error": {"code": code, "message": message}}
         return self._event("response.failed", response=response)
 
-    def _finished(self, text: str, reason: FinishReason, counts: UsageCounts) -> dict[str, Any]:
+    def _finished(self, output: list[dict[str, Any]], reason: FinishReason, counts: UsageCounts) -> dict[str, Any]:
         status = _status(reason)
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return self._response(status, [self._item(status, [_part(text)])]) | {
-            "incomplete_details": details,
-            "usage": _usage(counts),
-        }
+        return self._response(status, output) | {"incomplete_details": details, "usage": _usage(counts)}
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         asked = self._body
+        effort = None if asked.reasoning is None else asked.reasoning.effort
         return {
             "id": self._head.answer_id,
             "object": "response",
@@ -119,40 +202,85 @@ class ResponseFormat:
             "metadata": asked.metadata or {},
             "user": asked.user,
             "safety_identifier": asked.safety_identifier,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "reasoning": {"effort": effort, "summary": None},
+            "text": {"format": _asked_form(asked)},
+            "tool_choice": ("auto" if asked.tools else "none") if asked.tool_choice is None else asked.tool_choice,
+            "tools": [_asked_tool(tool) for tool in asked.tools or ()],
+            "top_logprobs": asked.top_logprobs or 0,
             # What this server does for every request.
             "background": False,
-            "parallel_tool_calls": False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
-            "top_logprobs": 0,
             "truncation": "disabled",
             "usage": None,
         }
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _item_id(self, kind: str) -> str:
+        return f"{'msg' if kind == 'message' else 'rs'}_{self._id}"
+
+    def _call_item(self, index: int, name: str, arguments: str, status: str) -> dict[str, Any]:
         return {
-            "id": self._item_id,
-            "type": "message",
+            "id": new_call_id(self._head, 0, index, prefix="fc_"),
+            "type": "function_call",
             "status": status,
-            "role": "assistant",
-            "content": content,
+            "call_id": new_call_id(self._head, 0, index, prefix="call_"),
+            "name": name,
+            "arguments": arguments,
         }
 
     def _part_event(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, item_id=self._item_id, **_PLACE, **fields)
+        return self._item_event(kind, content_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        assert self._open is not None, "events of an item come while it is open"
+        return self._event(kind, item_id=self._open.item["id"], output_index=len(self._done), **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         payload = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return named_event(kind, orjson.dumps(payload))
+        return named_event(kind, orjson.dumps(payload, default=msgspec.to_builtins))
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+@dataclass(slots=True)
+class _OpenItem:
+    """The item that is written: as it was begun, and what came of it."""
+
+    kind: str
+    item: dict[str, Any]
+    pieces: list[str]
+    logprobs: list[dict[str, Any]]
+
+
+def _asked_form(asked: ResponseBody) -> Any:
+    form = None if asked.text is None else asked.text.format
+    return {"type": "text"} if form is None else msgspec.to_builtins(form)
+
+
+def _asked_tool(tool: FunctionTool) -> dict[str, Any]:
+    """Return a tool as it was sent, with what OpenAI's clients expect of it."""
+    return {"type": "function", "strict": True} | {
+        name: value
+        for name, value in msgspec.structs.asdict(tool).items()
+        if value is not None or name == "parameters"
+    }
+
+
+def _message_item(item_id: str, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
+    return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def _reasoning_item(item_id: str, text: str | None, status: str) -> dict[str, Any]:
+    content = [] if text is None else [_reasoning_part(text)]
+    return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _status(reason: FinishReason) -> str:
@@ -164,6 +292,6 @@ def _usage(counts: UsageCounts) -> dict[str, Any]:
         "input_tokens": counts.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": counts.num_cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": counts.num_completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": counts.num_reasoning_tokens or 0},
         "total_tokens": counts.num_prompt_tokens + counts.num_completion_tokens,
     }

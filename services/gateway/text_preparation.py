@@ -13,15 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import orjson
+
 from libs.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
-from libs.grammar import GrammarCompiler
+from libs.grammar import Grammar, GrammarCompiler, GrammarForm
 from libs.kv import HASH_ALGORITHM, HashContract, PrefixHash, SharedPrefix, prefix_hashes
 from libs.text import IncrementalDetokenizer, ModelText
 from services.gateway.generation_options import TRUNCATE_TO_FIT, GenerationOptions
 from services.gateway.latency_receipt import Marks, NoMarks, Segment
-from services.gateway.output_constraints import OutputConstraint
+from services.gateway.model_formats.model_format import ModelFormat
+from services.gateway.model_formats.reasoning import ReasoningState
 from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.shared_prefixes import SharedPrefixes
+from services.gateway.tool_grammar import with_reasoning
+from services.gateway.tool_prompt import phrased
+from services.gateway.tools import Tool
 
 Result = TypeVar("Result")
 
@@ -29,6 +35,8 @@ _NO_MARKS = NoMarks()
 _LONG_TEXT_CHARACTERS = 256 * 1024
 # A character of a grammar costs as much as so many of a text; only decides which threads do the work.
 _CHARACTERS_PER_GRAMMAR_CHARACTER = 16
+# In these lies the marker of reasoning that a template writes at the end of a prompt, and white space after it.
+_ENDING_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,8 @@ class PreparedPrompt:
     echoed_text: str = ""
     # Whether the answer goes on with a text, so that a space at its beginning counts.
     is_continued: bool = False
+    # Where the answer begins: the prompt may have opened reasoning.
+    reasoning_state: ReasoningState = ReasoningState.OVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,8 @@ class PreparedText:
     prompts: list[PreparedPrompt]
     # Sequences of tokens that must not be completed.
     bad_words: tuple[tuple[int, ...], ...]
+    # What holds the answers, reasoning included.
+    grammar: Grammar | None = None
 
 
 class TextPreparation:
@@ -60,9 +72,17 @@ class TextPreparation:
     """
 
     def __init__(
-        self, model_text: ModelText, shared_prefixes: SharedPrefixes, *, block_size: int, num_threads: int
+        self,
+        model_text: ModelText,
+        shared_prefixes: SharedPrefixes,
+        *,
+        block_size: int,
+        num_threads: int,
+        model_format: ModelFormat | None = None,
     ) -> None:
+        """Prepare; without a ``model_format`` it is what the model's template has."""
         self.model_text = model_text
+        self.model_format = model_format or ModelFormat.of(model_text)
         self._shared_prefixes = shared_prefixes
         self.hash_contract = HashContract(block_size, HASH_ALGORITHM, model_text.tokenizer_digest)
         eos_token_ids = model_text.eos_token_ids
@@ -96,13 +116,12 @@ class TextPreparation:
 
         def prepare() -> PreparedText:
             marks.lap(Segment.TEXT_QUEUE)
-            if options.constraint is not None:
-                self._check_constraint(options.constraint)
-                marks.lap(Segment.CONSTRAINT)
             prepared = [self._prepare(prompt, options, cache_salt, max_model_len, marks) for prompt in prompts]
+            grammar = self._grammar(options, prepared[0].reasoning_state)
+            marks.lap(Segment.CONSTRAINT)
             bad_words = self._bad_words(options.bad_words)
             marks.lap(Segment.TOKENIZE)
-            return PreparedText(prepared, bad_words)
+            return PreparedText(prepared, bad_words, grammar)
 
         num_characters = sum(prompt.num_characters for prompt in prompts)
         if options.constraint is not None:
@@ -121,11 +140,14 @@ class TextPreparation:
         tokenizer = self.model_text.tokenizer
         match prompt:
             case ChatPrompt():
+                spoken = phrased(prompt, self.model_format)
                 return self.model_text.chat_template.render_token_ids(
-                    prompt.messages,
+                    spoken.messages,
                     tokenizer,
-                    add_generation_prompt=prompt.add_generation_prompt,
-                    continue_final_message=prompt.continue_final_message,
+                    add_generation_prompt=spoken.add_generation_prompt,
+                    continue_final_message=spoken.continue_final_message,
+                    tools=spoken.tools,
+                    variables=spoken.variables,
                     on_rendered=lambda: marks.lap(Segment.TEMPLATE),
                 )
             case TextPrompt():
@@ -181,16 +203,57 @@ class TextPreparation:
         shared_prefix = self._shared_prefixes.find(token_ids)
         hashes = prefix_hashes(token_ids, self.hash_contract.block_size, cache_salt, shared_prefix)
         marks.lap(Segment.HASH)
-        return PreparedPrompt(token_ids, hashes, shared_prefix, echoed_text, is_continued)
+        state = self._reasoning_state(prompt, token_ids) if options.reads_reasoning else ReasoningState.OVER
+        return PreparedPrompt(token_ids, hashes, shared_prefix, echoed_text, is_continued, state)
 
-    def _check_constraint(self, constraint: OutputConstraint) -> None:
-        """Compile the grammar as a worker will; what cannot be enforced is refused before it costs anything."""
+    def _reasoning_state(self, prompt: Prompt, token_ids: Sequence[int]) -> ReasoningState:
+        """Tell where an answer begins, by the end of its prompt."""
+        reasoning = self.model_format.reasoning
+        if reasoning is None or not isinstance(prompt, ChatPrompt):
+            return ReasoningState.OVER
+        ending = b"".join(map(self.model_text.tokenizer.token_bytes, token_ids[-_ENDING_TOKENS:]))
+        continued = prompt.messages[-1].content if prompt.continue_final_message else None
+        return reasoning.state_after(ending.decode(errors="replace"), continued)
+
+    def _grammar(self, options: GenerationOptions, state: ReasoningState) -> Grammar | None:
+        """Return what holds the answer, compiled as a worker will: what cannot be enforced is refused here."""
+        constraint, reasoning = options.constraint, self.model_format.reasoning
+        grammar = None if constraint is None else constraint.grammar
+        is_held = grammar is not None or options.max_reasoning_tokens is not None
+        if reasoning is not None and state is not ReasoningState.OVER and is_held:
+            grammar = with_reasoning(
+                grammar,
+                reasoning,
+                state,
+                vocabulary=self.model_format.vocabulary,
+                max_tokens=options.max_reasoning_tokens,
+            )
+        if grammar is None:
+            return None
+        param = None if constraint is None else constraint.param
         if self._grammars is None:
-            raise UnsupportedField("A model without an end token cannot follow a form.", param=constraint.param)
+            raise UnsupportedField("A model without an end token cannot follow a form.", param=param)
         try:
-            self._grammars.compile(constraint.grammar)
+            self._grammars.compile(grammar)
         except InvalidRequest as error:
-            raise InvalidRequest(error.message, param=constraint.param) from error
+            for tool in () if options.tools is None else options.tools.callable_tools:
+                self._check_schema(tool)
+            if constraint is not None and constraint.grammar is not grammar:
+                self._check_alone(constraint.grammar, param)
+            raise InvalidRequest(error.message, param=param) from error
+        return grammar
+
+    def _check_schema(self, tool: Tool) -> None:
+        """Refuse a tool whose parameters cannot be enforced, by its own place."""
+        schema = orjson.dumps(dict(tool.parameters)).decode()
+        self._check_alone(Grammar(GrammarForm.JSON_SCHEMA, (schema,)), tool.parameters_path)
+
+    def _check_alone(self, grammar: Grammar, param: str | None) -> None:
+        assert self._grammars is not None, "something was compiled"
+        try:
+            self._grammars.compile(grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param) from error
 
     def _shown_text(
         self, prompt: Prompt, token_ids: Sequence[int], options: GenerationOptions, *, is_cut: bool

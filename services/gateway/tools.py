@@ -1,8 +1,7 @@
-"""The tools of a conversation: what clients offer, how a model hears of them, and the grammar that holds its calls.
+"""The tools of a conversation: what clients offer, and what a model may do with them.
 
-Owns the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``, and Hermes' form of calls, which Qwen and
-many others are trained on: ``<tool_call>`` around JSON with ``name`` and ``arguments``. It must not know how an
-answer is read or written.
+Owns what the fields of all APIs have in common: names, schemas, choices and their bounds. It must not know how a
+model hears of tools or calls them, nor how an answer is read or written.
 """
 
 from __future__ import annotations
@@ -11,31 +10,30 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import orjson
+from msgspec import Meta
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
-from libs.grammar.compiler import JSON_OPTIONS
-from libs.text import ChatMessage
-from services.gateway.openai_values import read_boolean
-from services.gateway.output_constraints import OutputConstraint, schema_text
+from libs.text import ChatMessage, ToolCall
+from services.gateway.openai_values import schema_text
 
 MAX_TOOLS: Final = 128
-MAX_CALLS: Final = 16
 MAX_DESCRIPTION_CHARACTERS: Final = 8192
-CALL_BEGIN: Final = "<tool_call>"
-CALL_END: Final = "</tool_call>"
 
-_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-# As Qwen's template words it.
-_INTRODUCTION: Final = (
-    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
-    "For each function call, return a json object with function name and arguments within {begin}{end} XML tags:\n"
-    '{begin}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{end}'
-)
+# Of a call that was made. One that a client put together from a stream has its place in the message, and OpenAI's
+# clients add what they have read out of the arguments.
+_CALL_FIELDS: Final = frozenset({"id", "type", "function", "index"})
+_FUNCTION_FIELDS: Final = frozenset({"name", "arguments", "parsed_arguments"})
+_CHOICE_FIELDS: Final = frozenset({"type", "function"})
+NAME_PATTERN: Final = "^[a-zA-Z0-9_-]{1,64}$"
+_NAME: Final = re.compile(NAME_PATTERN.strip("^$"))
+# For the bodies that are types.
+FunctionName: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
+FunctionDescription: TypeAlias = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARACTERS)]
+_SHOWN_ID_CHARACTERS: Final = 64
 
 
 class ToolChoice(StrEnum):
@@ -53,13 +51,17 @@ class Tool:
     name: str
     description: str | None
     parameters: Mapping[str, Any]
+    # Arguments must be valid for their schema; where they can be held to it they always are.
+    is_strict: bool = False
+    # Where the request has its parameters, for what cannot be enforced.
+    parameters_path: str = "tools"
 
-    def as_text(self) -> str:
-        """Return the tool as a model reads it."""
+    def as_value(self) -> dict[str, Any]:
+        """Return the tool as templates and models read it."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
-        return orjson.dumps({"type": "function", "function": function | {"parameters": self.parameters}}).decode()
+        return {"type": "function", "function": function | {"parameters": dict(self.parameters)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,51 +70,128 @@ class ToolUse:
 
     tools: tuple[Tool, ...]
     choice: ToolChoice
-    # Those that may be called: all, or the one that was named.
+    # Those that may be called: all, or those that the choice names.
     callable_tools: tuple[Tool, ...]
     is_parallel: bool
 
-    def constraint(self) -> OutputConstraint:
-        """Return the grammar of an answer: any text with right calls in it, or nothing but calls."""
-        return OutputConstraint(Grammar(GrammarForm.LARK, (_grammar_of(self),)), "tools")
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the functions that may be called."""
+        return frozenset(tool.name for tool in self.callable_tools)
 
 
-def parse_tool_use(body: Mapping[str, Any]) -> ToolUse | None:
-    """Return the tools of a request, or None when none may be called.
+def read_tools(values: Any, path: str) -> tuple[Tool, ...]:
+    """Return OpenAI's list of functions; none for null.
 
     Raises:
-        InvalidRequest: the fields are wrong or contradict each other; names the field.
-        UnsupportedField: a kind of tool or choice that is not served.
+        InvalidRequest: the list is wrong; names the field.
+        UnsupportedField: a kind of tool that is not served.
     """
-    tools = _tools(body)
-    is_parallel = read_boolean(body, "parallel_tool_calls", default=True)
-    choice, named = _choice(body, tools)
-    if choice is ToolChoice.NONE:
+    if values is None:
+        return ()
+    if not isinstance(values, list) or len(values) > MAX_TOOLS:
+        raise InvalidRequest(f"'{path}' must be a list of at most {MAX_TOOLS} tools.", param=path)
+    return with_own_names([_function_tool(value, f"{path}[{index}]") for index, value in enumerate(values)], path)
+
+
+def with_own_names(tools: Sequence[Tool], path: str) -> tuple[Tool, ...]:
+    """Return tools of which no two have one name; raises InvalidRequest for others."""
+    if len({tool.name for tool in tools}) != len(tools):
+        raise InvalidRequest(f"Each of '{path}' must have a name of its own.", param=path)
+    return tuple(tools)
+
+
+def make_tool(
+    *, name: Any, description: Any, parameters: Any, strict: Any, path: str, parameters_name: str = "parameters"
+) -> Tool:
+    """Return a function whose description stands at ``path``; raises InvalidRequest for a wrong one."""
+    check_name(name, f"{path}.name")
+    if description is not None and (
+        not isinstance(description, str) or len(description) > MAX_DESCRIPTION_CHARACTERS
+    ):
+        raise InvalidRequest(
+            f"'{path}.description' must be a string of at most {MAX_DESCRIPTION_CHARACTERS} characters.",
+            param=f"{path}.description",
+        )
+    if not isinstance(strict, bool | None):
+        raise InvalidRequest(f"'{path}.strict' must be true or false.", param=f"{path}.strict")
+    parameters_path = f"{path}.{parameters_name}"
+    return Tool(name, description, _parameters(parameters, parameters_path), bool(strict), parameters_path)
+
+
+def check_name(name: Any, path: str) -> None:
+    """Refuse what is no name of a function."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(f"'{path}' must be a string of 1 to 64 letters, digits, '_' and '-'.", param=path)
+
+
+def make_tool_use(
+    tools: Sequence[Tool], choice: ToolChoice | None, *, only: Sequence[str] | None, is_parallel: bool
+) -> ToolUse | None:
+    """Return what a model may do, or None when it may call nothing.
+
+    Without a ``choice`` it may call where there are tools; ``only`` names those that may be called.
+
+    Raises:
+        InvalidRequest: the choice has no tool to choose.
+    """
+    chosen = choice or (ToolChoice.AUTO if tools else ToolChoice.NONE)
+    if chosen is ToolChoice.REQUIRED and not tools:
+        raise InvalidRequest("'tool_choice' needs 'tools'.", param="tool_choice")
+    by_name = {tool.name: tool for tool in tools}
+    if only is not None and not (only and all(name in by_name for name in only)):
+        raise InvalidRequest("'tool_choice' names a function that is not among 'tools'.", param="tool_choice")
+    if chosen is ToolChoice.NONE or not tools:
         return None
-    return ToolUse(tools, choice, tools if named is None else (named,), is_parallel)
+    callable_tools = tuple(tools) if only is None else tuple(by_name[name] for name in dict.fromkeys(only))
+    return ToolUse(tuple(tools), chosen, callable_tools, is_parallel)
 
 
-def describe_tools(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[ChatMessage, ...]:
-    """Return the conversation with the tools at the end of its system message; one is added where there is none."""
-    text = _INTRODUCTION.format(tools="\n".join(tool.as_text() for tool in tools), begin=CALL_BEGIN, end=CALL_END)
-    first, rest = messages[0], tuple(messages[1:])
-    if first.role == "system":
-        return (ChatMessage("system", f"{first.content}\n\n{text}"), *rest)
-    return (ChatMessage("system", text), *messages)
+def read_choice(value: Any) -> tuple[ToolChoice | None, tuple[str, ...] | None]:
+    """Return OpenAI's ``tool_choice`` of a chat, and the functions that it names if it names any.
+
+    Raises:
+        InvalidRequest: it is none.
+        UnsupportedField: it chooses what is no function.
+    """
+    if value is None:
+        return None, None
+    if isinstance(value, str) and value in set(ToolChoice):
+        return ToolChoice(value), None
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            "'tool_choice' must be 'none', 'auto', 'required' or an object that names a function.",
+            param="tool_choice",
+        )
+    if value.get("type") == "allowed_tools":
+        _refuse_others(value, frozenset({"type", "allowed_tools"}), "tool_choice")
+        return _allowed_tools(value.get("allowed_tools"))
+    return ToolChoice.REQUIRED, (_named_function(value, "tool_choice"),)
 
 
-def call_text(name: str, arguments: str) -> str:
-    """Return a call as a model writes it; ``arguments`` is JSON."""
-    return f'{CALL_BEGIN}\n{{"name": {orjson.dumps(name).decode()}, "arguments": {arguments}}}\n{CALL_END}'
+def _allowed_tools(value: Any) -> tuple[ToolChoice, tuple[str, ...]]:
+    path = "tool_choice.allowed_tools"
+    tools = value.get("tools") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or value.get("mode") not in ("auto", "required") or not isinstance(tools, list):
+        raise InvalidRequest(f"'{path}' must have a 'mode', 'auto' or 'required', and 'tools'.", param=path)
+    names = tuple(_named_function(tool, f"{path}.tools[{index}]") for index, tool in enumerate(tools))
+    _refuse_others(value, frozenset({"mode", "tools"}), path)
+    return ToolChoice(value["mode"]), names
 
 
-def result_text(content: str) -> str:
-    """Return a tool's result as a model reads it."""
-    return f"<tool_response>\n{content}\n</tool_response>"
+def _named_function(value: Any, path: str) -> str:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or value.get("type") != "function":
+        raise UnsupportedField(
+            f'\'{path}\' as an object must be {{"type": "function", "function": {{"name": …}}}}.', param=path
+        )
+    _refuse_others(value, _CHOICE_FIELDS, path)
+    _refuse_others(function, frozenset({"name"}), f"{path}.function")
+    return str(function.get("name"))
 
 
-def read_tool_calls(values: Any, path: str) -> tuple[str, ...]:
-    """Return the calls of an assistant's message as the model wrote them; none for null.
+def read_tool_calls(values: Any, path: str) -> tuple[ToolCall, ...]:
+    """Return the calls of an assistant's message; none for null.
 
     Raises:
         InvalidRequest: they are no calls of functions with arguments that are a JSON object; names the field.
@@ -121,23 +200,44 @@ def read_tool_calls(values: Any, path: str) -> tuple[str, ...]:
         return ()
     if not isinstance(values, list) or len(values) > MAX_TOOLS:
         raise InvalidRequest(f"'{path}' must be a list of at most {MAX_TOOLS} calls.", param=path)
-    return tuple(_written_call(value, f"{path}[{index}]") for index, value in enumerate(values))
+    return tuple(_tool_call(value, f"{path}[{index}]") for index, value in enumerate(values))
 
 
-def _written_call(value: Any, path: str) -> str:
+def _tool_call(value: Any, path: str) -> ToolCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or value.get("type", "function") != "function":
         raise InvalidRequest(f"'{path}' must be a call with 'id', 'type' and 'function'.", param=path)
-    name, arguments = function.get("name"), function.get("arguments")
-    if not isinstance(value.get("id"), str):
+    _refuse_others(value, _CALL_FIELDS, path)
+    _refuse_others(function, _FUNCTION_FIELDS, f"{path}.function")
+    call_id, name, arguments = value.get("id"), function.get("name"), function.get("arguments")
+    if not isinstance(call_id, str):
         raise InvalidRequest(f"'{path}.id' must be a string.", param=f"{path}.id")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(f"'{path}.function.name' must be a function's name.", param=f"{path}.function.name")
+    return make_tool_call(call_id, name, arguments, f"{path}.function")
+
+
+def make_tool_call(call_id: str, name: Any, arguments: Any, path: str) -> ToolCall:
+    """Return a call whose name and arguments stand at ``path``; raises InvalidRequest for a wrong one."""
+    check_name(name, f"{path}.name")
     if not isinstance(arguments, str) or not _is_object(arguments):
-        raise InvalidRequest(
-            f"'{path}.function.arguments' must be a JSON object as a string.", param=f"{path}.function.arguments"
-        )
-    return call_text(name, arguments)
+        raise InvalidRequest(f"'{path}.arguments' must be a JSON object as a string.", param=f"{path}.arguments")
+    return ToolCall(call_id, name, arguments)
+
+
+def check_results(messages: Sequence[ChatMessage], param: str) -> None:
+    """Refuse a tool's result that answers no call before it; raises InvalidRequest."""
+    called: set[str] = set()
+    for message in messages:
+        called.update(call.call_id for call in message.tool_calls)
+        if message.role == "tool" and message.tool_call_id not in called:
+            shown = (message.tool_call_id or "")[:_SHOWN_ID_CHARACTERS]
+            raise InvalidRequest(
+                f"'{param}' has a result of the call {shown!r}, and no such call before it.", param=param
+            )
+
+
+def _refuse_others(value: Mapping[str, Any], known: frozenset[str], path: str) -> None:
+    for name in value.keys() - known:
+        raise InvalidRequest(f"Unknown field '{path}.{name[:64]}'.", param=path)
 
 
 def _is_object(text: str) -> bool:
@@ -147,19 +247,7 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
-    values = body.get("tools")
-    if values is None:
-        return ()
-    if not isinstance(values, list) or len(values) > MAX_TOOLS:
-        raise InvalidRequest(f"'tools' must be a list of at most {MAX_TOOLS} tools.", param="tools")
-    tools = tuple(_tool(value, f"tools[{index}]") for index, value in enumerate(values))
-    if len({tool.name for tool in tools}) != len(tools):
-        raise InvalidRequest("Each of 'tools' must have a name of its own.", param="tools")
-    return tools
-
-
-def _tool(value: Any, path: str) -> Tool:
+def _function_tool(value: Any, path: str) -> Tool:
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise InvalidRequest(f"'{path}' must be an object with 'type' and 'function'.", param=path)
     if value["type"] != "function":
@@ -170,21 +258,13 @@ def _tool(value: Any, path: str) -> Tool:
     path = f"{path}.function"
     if function.keys() - {"name", "description", "parameters", "strict"}:
         raise InvalidRequest(f"'{path}' takes 'name', 'description', 'parameters' and 'strict' only.", param=path)
-    name, description = function.get("name"), function.get("description")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"'{path}.name' must be a string of 1 to 64 letters, digits, '_' and '-'.", param=f"{path}.name"
-        )
-    if description is not None and (
-        not isinstance(description, str) or len(description) > MAX_DESCRIPTION_CHARACTERS
-    ):
-        raise InvalidRequest(
-            f"'{path}.description' must be a string of at most {MAX_DESCRIPTION_CHARACTERS} characters.",
-            param=f"{path}.description",
-        )
-    if not isinstance(function.get("strict"), bool | None):
-        raise InvalidRequest(f"'{path}.strict' must be true or false.", param=f"{path}.strict")
-    return Tool(name, description, _parameters(function.get("parameters"), f"{path}.parameters"))
+    return make_tool(
+        name=function.get("name"),
+        description=function.get("description"),
+        parameters=function.get("parameters"),
+        strict=function.get("strict"),
+        path=path,
+    )
 
 
 def _parameters(value: Any, path: str) -> Mapping[str, Any]:
@@ -199,63 +279,3 @@ def _parameters(value: Any, path: str) -> Mapping[str, Any]:
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param=path) from error
     return parameters
-
-
-def _choice(body: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[ToolChoice, Tool | None]:
-    value = body.get("tool_choice")
-    if value is None:
-        return (ToolChoice.AUTO if tools else ToolChoice.NONE), None
-    if isinstance(value, dict):
-        return ToolChoice.REQUIRED, _named_tool(value, tools)
-    if not isinstance(value, str) or value not in set(ToolChoice):
-        raise InvalidRequest(
-            "'tool_choice' must be 'none', 'auto', 'required' or an object that names a function.",
-            param="tool_choice",
-        )
-    choice = ToolChoice(value)
-    if choice is ToolChoice.REQUIRED and not tools:
-        raise InvalidRequest("'tool_choice' needs 'tools'.", param="tool_choice")
-    return (choice if tools else ToolChoice.NONE), None
-
-
-def _named_tool(value: Mapping[str, Any], tools: Sequence[Tool]) -> Tool:
-    function = value.get("function")
-    if value.get("type") != "function" or not isinstance(function, dict):
-        raise UnsupportedField(
-            '\'tool_choice\' as an object must be {"type": "function", "function": {"name": …}}.',
-            param="tool_choice",
-        )
-    for tool in tools:
-        if tool.name == function.get("name"):
-            return tool
-    raise InvalidRequest("'tool_choice' names a function that is not among 'tools'.", param="tool_choice")
-
-
-def _grammar_of(use: ToolUse) -> str:
-    """Return the grammar in llguidance's Lark; every call is what ``call_text`` writes."""
-    rules = []
-    for index, tool in enumerate(use.callable_tools):
-        begin = f'\n{{"name": "{tool.name}", "arguments": '
-        schema = orjson.dumps(dict(tool.parameters) | {"x-guidance": JSON_OPTIONS}).decode()
-        rules += [
-            f"call_{index}: {_literal(begin)} arguments_{index} {_literal('}' + chr(10) + CALL_END)}",
-            f"arguments_{index}: %json {schema}",
-        ]
-    body = " | ".join(f"call_{index}" for index in range(len(use.callable_tools)))
-    if use.choice is ToolChoice.REQUIRED:
-        start = "call" if not use.is_parallel else f'call ("\\n" call){{0,{MAX_CALLS - 1}}}'
-        head = [f"call: {_literal(CALL_BEGIN)} ({body})"]
-    else:
-        start = "call* rest" if use.is_parallel else "call | rest"
-        # Lazy: as soon as a call begins, the text before it is over.
-        head = [
-            f"call: before_call ({body})",
-            f"before_call[lazy]: TEXT {_literal(CALL_BEGIN)}",
-            "rest: TEXT",
-            r"TEXT: /(.|\n)*/",
-        ]
-    return "\n".join(["%llguidance {}", f"start: {start}", *head, *rules])
-
-
-def _literal(text: str) -> str:
-    return orjson.dumps(text).decode()

@@ -279,6 +279,10 @@ def _decode_first_token(first: generation_pb2.FirstToken) -> FirstTokenReport:
         prefill_seconds=seconds_from_duration(first.prefill_duration),
         num_cached_tokens=first.num_cached_tokens,
         misses={_MISS_REASONS.get(miss.reason, "unknown"): miss.num_tokens for miss in first.misses},
+        publish_seconds=seconds_from_duration(first.publish_duration),
+        since_started_seconds=seconds_from_duration(first.since_started_duration)
+        if first.HasField("since_started_duration")
+        else None,
     )
 
 

@@ -17,9 +17,13 @@ from libs.config.loader import DEFAULT_CONFIG_FILE
 # The tables of the configuration file, which are also the first parts of ``--set tier.field=value``.
 TIERS = ("gateway", "router", "engine", "worker", "telemetry", "clickhouse")
 
+# The worker's own names for them, which a test compares.
+QUANTIZATIONS = ("none", "int8")
+
 _TIER_SETTING = re.compile(r"([a-z]+)\.([a-z][a-z0-9_-]*)=(.*)", re.DOTALL)
 _MAX_ENGINES = 64
 _MAX_GATEWAY_PROCESSES = 64
+_MAX_RANKS = 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,15 @@ class UpConfig:
         (), "Further names by which clients may ask for the model, comma-separated."
     )
     gateway_processes: int = setting(1, "Gateway processes that share the port; one serves some thousand streams.")
-    engines: int = setting(1, "Number of replicas: each is one engine process and one worker process.")
+    quantization: str | None = setting(
+        None,
+        f"Number format that workers keep weights in, {' or '.join(QUANTIZATIONS)}; by default what "
+        "worker.quantization says, which is none (16 bits) unless set.",
+    )
+    engines: int = setting(1, "Number of replicas: each is one engine process and its worker processes.")
+    tensor_parallel_size: int = setting(
+        1, "Worker processes of each replica, which divide the model between them (Linux only).", unit="ranks"
+    )
     data_dir: str = setting(
         "octavo-data", "Folder for stores, spools, logs and run.json; it serves one `octavo up` at a time."
     )
@@ -67,6 +79,9 @@ class UpConfig:
     drain_timeout_seconds: float = setting(
         30.0, "How long gateways may take at the end to finish their streams.", unit="seconds"
     )
+    worker_silence_seconds: float = setting(
+        30.0, "A worker that answers nothing for so long is killed and started again.", unit="seconds"
+    )
     max_restarts_per_minute: int = setting(
         12, "Restarts of one process within a minute after which everything is stopped."
     )
@@ -83,14 +98,21 @@ class UpConfig:
             raise ValueError(
                 f"gateway_processes must be between 1 and {_MAX_GATEWAY_PROCESSES}, not {self.gateway_processes}."
             )
+        if not 1 <= self.tensor_parallel_size <= _MAX_RANKS:
+            raise ValueError(
+                f"tensor_parallel_size must be between 1 and {_MAX_RANKS}, not {self.tensor_parallel_size}."
+            )
         if not 0 <= self.background_nice <= 19:
             raise ValueError(f"background_nice must be between 0 and 19, not {self.background_nice}.")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization must be {' or '.join(QUANTIZATIONS)}, not {self.quantization!r}.")
         _require_scheme("redis_url", self.redis_url, ("redis", "rediss", "unix"))
         _require_scheme("clickhouse_url", self.clickhouse_url, ("http", "https"))
         _require_scheme("otlp_endpoint", self.otlp_endpoint, ("http", "https"))
-        if not (self.ready_timeout_seconds > 0 and self.drain_timeout_seconds > 0):
+        for name in ("ready_timeout_seconds", "drain_timeout_seconds", "worker_silence_seconds"):
             # Written so that NaN fails, too.
-            raise ValueError("ready_timeout_seconds and drain_timeout_seconds must be greater than 0.")
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be greater than 0.")
         if self.max_restarts_per_minute < 1:
             raise ValueError(f"max_restarts_per_minute must be at least 1, not {self.max_restarts_per_minute}.")
         if self.log_level not in ("debug", "info", "warning", "error"):

@@ -6,6 +6,7 @@ those that write to Redis at once wait for Valkey.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -72,6 +73,8 @@ class ProcessPlan:
     stop_grace_seconds: float
     # Whether `octavo ready` waits for it.
     gates_readiness: bool = True
+    # It is killed, and so started again, when it has not answered its probe for so long; None waits for ever.
+    silence_limit_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +108,7 @@ class UpPlan:
 
 # What a gateway may take after its streams have ended, to hand over its last records.
 _AFTER_DRAIN_SECONDS = 13.0
-# What the KV caches of all replicas of one machine may take of its free memory.
+# What the KV caches of all workers of one machine may take of its free memory.
 _KV_CACHE_MEMORY_FRACTION = 0.6
 _TRACED_TIERS = ("gateway", "router", "engine")
 _HEALTH_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -136,7 +139,7 @@ class _Planner:
         stores = [] if self._places.valkey_binary is None else [self._valkey(self._places.valkey_binary)]
         processes = [
             *stores,
-            *(self._worker(number) for number in engine_numbers),
+            *(self._worker(number, rank) for number in engine_numbers for rank in self._ranks),
             self._router(),
             *(self._engine(number) for number in engine_numbers),
             self._gateway(),
@@ -189,16 +192,29 @@ class _Planner:
             gates_readiness=False,
         )
 
-    def _worker(self, number: int) -> ProcessPlan:
-        name = f"worker-{number}"
+    def _worker(self, number: int, rank: int) -> ProcessPlan:
+        name = self._worker_name(number, rank)
         flags = {"instance-id": name, "listen-address": self._address(name), "model": self._config.model}
-        return self._grpc_process("worker", name, flags, StopStage.WORKER, 15.0, niceness=0)
+        if self._config.quantization is not None:
+            flags["quantization"] = self._config.quantization
+        return dataclasses.replace(
+            self._grpc_process("worker", name, flags, StopStage.WORKER, 15.0, niceness=0),
+            # A worker that is stopped keeps its connections, and other ranks cannot do without it.
+            silence_limit_seconds=self._config.worker_silence_seconds,
+        )
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._config.tensor_parallel_size)
+
+    def _worker_name(self, number: int, rank: int) -> str:
+        return f"worker-{number}" if len(self._ranks) == 1 else f"worker-{number}-{rank}"
 
     def _engine(self, number: int) -> ProcessPlan:
         flags = {
             "engine-id": f"engine-{number}",
             "listen-address": self._address(f"engine-{number}"),
-            "worker-addresses": self._address(f"worker-{number}"),
+            "worker-addresses": ",".join(self._address(self._worker_name(number, rank)) for rank in self._ranks),
             "model-name": self._places.served_model_name,
             "redis-url": self._redis_url,
         }
@@ -291,7 +307,7 @@ class _Planner:
         file = () if self._options.config_file is None else ("--config", str(self._options.config_file))
         own = (f"--{flag}={value}" for flag, value in flags.items())
         passed = (setting.flag for setting in self._options.tier_settings if setting.tier == tier)
-        shares = self._shares_of_replicas() if tier == "worker" else ()
+        shares = self._shares_of_workers() if tier == "worker" else ()
         return (*self._places.tier_command, tier, *file, *own, *self._tracing(tier), *shares, *passed)
 
     def _tracing(self, tier: str) -> Iterator[str]:
@@ -299,14 +315,14 @@ class _Planner:
         if self._config.otlp_endpoint and tier in _TRACED_TIERS:
             yield f"--otlp-endpoint={self._config.otlp_endpoint}"
 
-    def _shares_of_replicas(self) -> Iterator[str]:
-        """Divide cores and memory between replicas, unless the user does: each worker expects a whole machine."""
-        num_replicas = self._config.engines
+    def _shares_of_workers(self) -> Iterator[str]:
+        """Divide cores and memory between workers, unless the user does: each expects a whole machine."""
+        num_workers = self._config.engines * len(self._ranks)
         named = {key.field for key in self._options.named_keys if key.tier == "worker"}
-        if num_replicas > 1 and "num_threads" not in named:
-            yield f"--num-threads={max(1, self._places.num_cores // num_replicas)}"
-        if num_replicas > 1 and "kv_cache_memory_fraction" not in named:
-            yield f"--kv-cache-memory-fraction={_KV_CACHE_MEMORY_FRACTION / num_replicas:.4f}"
+        if num_workers > 1 and "num_threads" not in named:
+            yield f"--num-threads={max(1, self._places.num_cores // num_workers)}"
+        if num_workers > 1 and "kv_cache_memory_fraction" not in named:
+            yield f"--kv-cache-memory-fraction={_KV_CACHE_MEMORY_FRACTION / num_workers:.4f}"
 
     def _refuse_conflicts(self, tier: str, own_fields: Iterable[str]) -> None:
         """Refuse a setting that would be ignored or would tear the processes apart."""

@@ -12,6 +12,7 @@ from services.supervisor.plan import GrpcHealth, HttpGet, Probe, ValkeyPing
 
 _ATTEMPT_SECONDS = 2.0
 _INTERVAL_SECONDS = 0.1
+_SILENCE_INTERVAL_SECONDS = 1.0
 
 
 async def wait_until_healthy(probe: Probe) -> None:
@@ -20,6 +21,28 @@ async def wait_until_healthy(probe: Probe) -> None:
         await _wait_for_grpc(probe)
     else:
         await _wait_for_line(probe)
+
+
+async def wait_until_silent(probe: GrpcHealth, limit_seconds: float) -> None:
+    """Return when the process has answered nothing for so long; a refusal is an answer."""
+    clock = asyncio.get_running_loop().time
+    async with make_channel(probe.address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        last_answer = clock()
+        while True:
+            await asyncio.sleep(min(_SILENCE_INTERVAL_SECONDS, limit_seconds / 4))
+            try:
+                await unary(
+                    check,
+                    health_pb2.HealthCheckRequest(),
+                    timeout_seconds=min(_ATTEMPT_SECONDS, limit_seconds),
+                    on_lost=StoreUnavailable,
+                )
+                last_answer = clock()
+            except OctavoError:
+                # Looked at here only, so that a supervisor that was stopped itself asks once more.
+                if clock() - last_answer >= limit_seconds:
+                    return
 
 
 async def _wait_for_line(probe: HttpGet | ValkeyPing) -> None:

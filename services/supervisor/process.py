@@ -11,14 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from libs.obs import get_logger
 from services.supervisor.output import ProcessOutput
-from services.supervisor.plan import ProcessPlan
-from services.supervisor.probes import wait_until_healthy
+from services.supervisor.plan import GrpcHealth, ProcessPlan
+from services.supervisor.probes import wait_until_healthy, wait_until_silent
 
 _READ_BYTES = 65_536
 # A process that ended may have left its pipe to another; its last words are waited for so long.
 _LAST_OUTPUT_SECONDS = 1.0
 _KILL_WAIT_SECONDS = 5.0
+log = get_logger("supervisor")
+
 _SHIM = Path(__file__).with_name("exec_with_parent.py")
 
 
@@ -138,3 +141,8 @@ class SupervisedProcess:
         await wait_until_healthy(self.plan.probe)
         self.healthy.set()
         on_healthy()
+        limit_seconds = self.plan.silence_limit_seconds
+        if limit_seconds is not None and isinstance(self.plan.probe, GrpcHealth):
+            await wait_until_silent(self.plan.probe, limit_seconds)
+            log.error("process does not answer and is killed", process=self.plan.name, silent_seconds=limit_seconds)
+            self.kill()

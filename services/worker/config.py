@@ -5,6 +5,7 @@ Owns names, defaults and units of the settings. It must not read them from anywh
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -98,6 +99,11 @@ class WorkerConfig:
     )
     log_level: str = setting("info", "Least level of log events shown: debug, info, warning or error.")
     metrics_port: int = setting(0, "Port of /metrics; 0 serves none.", unit="port")
+    exchange_timeout_seconds: float = setting(
+        10.0,
+        "With several ranks, how long one waits for another within a step before it gives the group up.",
+        unit="seconds",
+    )
     drain_grace_seconds: float = setting(
         10.0, "How long the open step stream may go on after SIGTERM.", unit="seconds"
     )
@@ -124,6 +130,8 @@ class WorkerConfig:
                 )
         if self.kv_cache_memory and self.kv_cache_memory_bytes is not None:
             raise ValueError("give kv_cache_memory or kv_cache_memory_bytes, not both.")
+        if not 0.0 < self.exchange_timeout_seconds < math.inf:
+            raise ValueError(f"exchange_timeout_seconds must be above 0, not {self.exchange_timeout_seconds}.")
         if not 0.0 < self.kv_cache_memory_fraction < 1.0:
             raise ValueError(f"kv_cache_memory_fraction must be in (0, 1), not {self.kv_cache_memory_fraction}.")
         if self.stub_first_token_id + self.stub_num_token_ids > self.stub_vocab_size or self.stub_num_token_ids < 1:

@@ -7,6 +7,7 @@ expressions over the step; Python touches a sequence only when it begins.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +38,13 @@ class BatchLimits:
         return -(-self.max_model_len // self.block_size)
 
 
+def ranges(firsts: IntArray, counts: IntArray) -> IntArray:
+    """Return ``counts[i]`` numbers from ``firsts[i]`` on, one range after the other."""
+    begins = np.cumsum(counts) - counts
+    numbers: IntArray = np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts)
+    return numbers
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
     """One step's tokens, one sequence after the other, and where they go."""
@@ -50,11 +58,36 @@ class FlatBatch:
     positions: IntArray  # [num_tokens]
     slot_mapping: IntArray  # [num_tokens]
     is_sampled: NDArray[np.bool_]  # [num_seqs]: whether the last known token is computed
+    num_drafts: IntArray  # [num_seqs]: how many of the queries are drafts, the last ones
 
     @property
     def last_rows(self) -> IntArray:
         """Rows of each sequence's last token."""
         return self.first_rows + self.num_queries - 1
+
+    @property
+    def sampled_rows(self) -> IntArray:
+        """Rows whose logits are due: of each sampled sequence its last known token's and its drafts'."""
+        return self.sampled_rows_of(self.is_sampled)
+
+    def sampled_rows_of(self, is_chosen: NDArray[np.bool_]) -> IntArray:
+        """Return those of the sampled sequences that ``is_chosen`` ``[num_seqs]`` names."""
+        last_rows, num_drafts = self.last_rows[is_chosen], self.num_drafts[is_chosen]
+        return ranges(last_rows - num_drafts, num_drafts + 1) if num_drafts.any() else last_rows
+
+    @property
+    def digest(self) -> int:
+        """32 bits that differ between batches of other tokens, places or sampled sequences, but for rare cases."""
+        parts: tuple[NDArray[np.generic], ...] = (
+            self.token_ids,
+            self.slot_mapping,
+            self.is_sampled,
+            self.num_drafts,
+        )
+        digest = 0
+        for part in parts:
+            digest = zlib.crc32(part.tobytes(), digest)
+        return digest
 
     def rows_of(self, is_chosen: NDArray[np.bool_]) -> IntArray:
         """Return the rows of the sequences that ``is_chosen`` ``[num_seqs]`` names."""
@@ -118,8 +151,11 @@ class InputBatch:
         is_alive = ~self._has_failed[step.slots]
         failed_slots = dict.fromkeys([*refused, *step.slots[~is_alive].tolist()])
         self._append_blocks(step.slots, step.num_new_blocks, step.new_block_ids, is_alive)
+        self._write_drafts(step, is_alive)
         return PreparedStep(
-            batch=self._flatten(step.slots[is_alive], step.num_scheduled_tokens[is_alive])
+            batch=self._flatten(
+                step.slots[is_alive], step.num_scheduled_tokens[is_alive], step.num_draft_tokens[is_alive]
+            )
             if is_alive.any()
             else None,
             failed_sequences=tuple(self._failures[slot] for slot in failed_slots),
@@ -131,11 +167,17 @@ class InputBatch:
         self._failures[slot] = FailedSequence(slot, failure, message)
         return self._failures[slot]
 
-    def commit(self, batch: FlatBatch, sampled_slots: IntArray, token_ids: IntArray) -> None:
-        """Record that the batch is computed and append the sampled tokens."""
-        self._num_computed_tokens[batch.slots] = batch.context_lens
-        self._token_ids[sampled_slots, self._num_tokens[sampled_slots]] = token_ids
-        self._num_tokens[sampled_slots] += 1
+    def commit(self, batch: FlatBatch, sampled_slots: IntArray, num_tokens: IntArray, token_ids: IntArray) -> None:
+        """Record that the batch is computed and append ``num_tokens[i]`` of ``token_ids`` to each sampled sequence.
+
+        All but the last of them are drafts that were accepted. What was computed for the others is void: it lies
+        behind the computed tokens and is overwritten.
+        """
+        self._num_computed_tokens[batch.slots] = batch.context_lens - batch.num_drafts
+        self._num_computed_tokens[sampled_slots] += num_tokens - 1
+        columns = ranges(self._num_tokens[sampled_slots], num_tokens)
+        self._token_ids[np.repeat(sampled_slots, num_tokens), columns] = token_ids
+        self._num_tokens[sampled_slots] += num_tokens
 
     def num_output_tokens(self, slots: IntArray) -> IntArray:
         """Return how many output tokens each sequence has."""
@@ -145,11 +187,17 @@ class InputBatch:
         """Return how many of the sequence's tokens are prompt."""
         return int(self._num_prompt_tokens[slot])
 
-    def token_ids_of(self, slot: int) -> NDArray[np.int32]:
-        """Return all known tokens of a sequence, as a view."""
-        return self._token_ids[slot, : self._num_tokens[slot]]
+    def token_ids_of(self, slot: int, num_drafts: int = 0) -> NDArray[np.int32]:
+        """Return all known tokens of a sequence and the first of the drafts behind them, as a view."""
+        return self._token_ids[slot, : self._num_tokens[slot] + num_drafts]
+
+    def draft_token_ids(self, slots: IntArray, place: int) -> IntArray:
+        """Return the draft that each sequence has at this place behind its known tokens, ``[num_slots]``."""
+        return self._token_ids[slots, self._num_tokens[slots] + place].astype(np.int64)
 
     def _end(self, slots: IntArray) -> None:
+        if not len(slots):
+            return
         self._check_slots(slots)
         if not self._is_known[slots].all():
             raise InternalError(f"The slots {slots[~self._is_known[slots]].tolist()} end, but hold no sequence.")
@@ -192,9 +240,29 @@ class InputBatch:
             np.array([slot]), np.array([len(sequence.block_ids)]), sequence.block_ids, np.array([True])
         )
 
-    def _flatten(self, slots: IntArray, num_queries: IntArray) -> FlatBatch:
+    def _write_drafts(self, step: StepInput, is_alive: NDArray[np.bool_]) -> None:
+        """Write drafts behind the known tokens; they are forgotten unless ``commit`` appends them."""
+        if not len(step.draft_token_ids):
+            return
+        if step.draft_token_ids.min() < 0 or step.draft_token_ids.max() >= self._limits.vocab_size:
+            raise InternalError(
+                f"The drafts reach from {step.draft_token_ids.min()} to {step.draft_token_ids.max()}, but the "
+                f"vocabulary has {self._limits.vocab_size} tokens."
+            )
+        token_ids = step.draft_token_ids[np.repeat(is_alive, step.num_draft_tokens)]
+        slots, num_drafts = step.slots[is_alive], step.num_draft_tokens[is_alive]
+        beyond = self._num_tokens[slots] + num_drafts > self._limits.max_model_len
+        if beyond.any():
+            raise InternalError(
+                f"The slots {slots[beyond].tolist()} have {self._num_tokens[slots][beyond].tolist()} tokens and "
+                f"{num_drafts[beyond].tolist()} drafts; the limit is {self._limits.max_model_len}."
+            )
+        columns = ranges(self._num_tokens[slots], num_drafts)
+        self._token_ids[np.repeat(slots, num_drafts), columns] = token_ids
+
+    def _flatten(self, slots: IntArray, num_queries: IntArray, num_drafts: IntArray) -> FlatBatch:
         context_lens = self._num_computed_tokens[slots] + num_queries
-        self._check_contexts(slots, context_lens)
+        self._check_contexts(slots, context_lens, num_drafts)
         first_rows = np.cumsum(num_queries) - num_queries
         sequences = np.repeat(np.arange(len(slots)), num_queries)
         token_slots = slots[sequences]
@@ -210,7 +278,8 @@ class InputBatch:
             token_ids=self._token_ids[token_slots, positions].astype(np.int64),
             positions=positions,
             slot_mapping=blocks * block_size + positions % block_size,
-            is_sampled=context_lens == self._num_tokens[slots],
+            is_sampled=context_lens == self._num_tokens[slots] + num_drafts,
+            num_drafts=num_drafts,
         )
 
     def _append_blocks(
@@ -255,8 +324,13 @@ class InputBatch:
                 f"Step {step.step_id} schedules {len(slots)} slots, {len(num_queries)} token counts and "
                 f"{len(step.num_new_blocks)} block counts."
             )
+        if len(step.num_draft_tokens) != len(slots) or step.num_draft_tokens.sum() != len(step.draft_token_ids):
+            raise InternalError(
+                f"Step {step.step_id} has {len(step.draft_token_ids)} drafts for {len(slots)} slots, but announces "
+                f"{step.num_draft_tokens.tolist()}."
+            )
         self._check_slots(slots)
-        if len(np.unique(slots)) != len(slots):
+        if len(set(slots.tolist())) != len(slots):
             raise InternalError(f"Step {step.step_id} schedules a slot twice: {slots.tolist()}.")
         if not self._is_known[slots].all():
             raise InternalError(
@@ -270,12 +344,14 @@ class InputBatch:
                 f"{self._limits.max_num_batched_tokens}."
             )
 
-    def _check_contexts(self, slots: IntArray, context_lens: IntArray) -> None:
-        beyond = context_lens > self._num_tokens[slots]
-        if beyond.any():
+    def _check_contexts(self, slots: IntArray, context_lens: IntArray, num_drafts: IntArray) -> None:
+        num_tokens = self._num_tokens[slots] + num_drafts
+        # Drafts come behind the last known token, so a sequence with drafts computes all that it has.
+        wrong = np.where(num_drafts > 0, context_lens != num_tokens, context_lens > num_tokens)
+        if wrong.any():
             raise InternalError(
-                f"The slots {slots[beyond].tolist()} are scheduled up to {context_lens[beyond].tolist()} tokens, "
-                f"but have {self._num_tokens[slots][beyond].tolist()}."
+                f"The slots {slots[wrong].tolist()} are scheduled up to {context_lens[wrong].tolist()} tokens, "
+                f"but have {num_tokens[wrong].tolist()}, {num_drafts[wrong].tolist()} of them drafts."
             )
         if context_lens.max() > self._limits.max_model_len:
             raise InternalError(

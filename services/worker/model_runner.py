@@ -6,6 +6,7 @@ Owns the weights, the KV cache and the sampler of one rank. It must not know the
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from libs.errors import InternalError, ModelLoadFailed
 from libs.obs import get_logger
 from libs.text import ModelText, load_model_text, resolve_model_path
 from services.worker.config import Quantization, WeightsType, WorkerConfig, parse_size
+from services.worker.draft_verifier import sample_sequences
+from services.worker.exchange import ExchangeLayout
 from services.worker.forward_pass import ForwardPass, load_forward_pass, make_row_sampler
 from services.worker.grammar_matcher import GrammarMatchers
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
@@ -30,8 +33,10 @@ from services.worker.kv_cache import (
     measure_memory,
     plan_kv_cache,
 )
-from services.worker.logits_processors import TokenHistory
+from services.worker.models.shard import plan_shard
 from services.worker.prompt_logprobs import MAX_ROWS_AT_A_TIME, PromptScorer
+from services.worker.rank_group import FormGroup, Membership, RankGroup
+from services.worker.rendezvous import form_group
 from services.worker.resident_memory import MemoryStatement, give_back_freed_memory, measure_memory_in_use
 from services.worker.row_sampler import RowStatus
 from services.worker.sampler import Sampler
@@ -86,10 +91,14 @@ class TorchRunner:
     """A ``ModelRunner`` on torch. All methods are called from one thread: torch's thread count belongs to it."""
 
     def __init__(
-        self, config: WorkerConfig, new_matchers: Callable[[ModelText], Matchers] = GrammarMatchers
+        self,
+        config: WorkerConfig,
+        new_matchers: Callable[[ModelText], Matchers] = GrammarMatchers,
+        form_group: FormGroup = form_group,
     ) -> None:
-        """Begin without a model; ``new_matchers`` is called with each that is loaded."""
+        """Begin without a model; ``new_matchers`` and ``form_group`` are called with each that is loaded."""
         self._config = config
+        self._form_group = form_group
         self._new_matchers = new_matchers
         self._dtype = _DTYPES[config.dtype]
         self._loaded: _Loaded | None = None
@@ -101,16 +110,15 @@ class TorchRunner:
         Raises:
             ModelLoadFailed: when the model cannot be served here.
         """
-        if self._settling is not None:
-            self._settling.stop()
-        if self._loaded is not None:
-            self._loaded.matchers.close()
-        self._loaded = None
+        self.unload()
         torch.set_num_threads(self._config.num_threads_used)
         path = resolve_model_path(self._config.model)
         text = load_model_text(path)
         source = open_weights(path)
-        statement = self._state_memory(request, source.config)
+        max_model_len = _max_model_len(request, min(text.max_model_len, source.config.max_position))
+        shard = plan_shard(source.config, request.rank, request.tensor_parallel_size)
+        config = shard.config_of(source.config)
+        statement = self._state_memory(request, config)
         reader = WeightReader(
             source, self._dtype, lambda done, total: on_progress(LoadProgress("reading weights", done, total))
         )
@@ -123,13 +131,18 @@ class TorchRunner:
                 block_size=request.block_size,
                 num_threads=self._config.num_threads_used,
                 quantization=self._config.quantization,
+                shard=shard,
             )
             on_progress(LoadProgress("allocating the KV cache", reader.total_bytes, reader.total_bytes))
             machine_limits = model.measure_limits()
-            cache = model.make_cache(self._plan_cache(request, source.config, measure_memory()))
+            plan = self._plan_cache(request, config, measure_memory())
+            waiting = LoadProgress("waiting for the other ranks", reader.total_bytes, reader.total_bytes)
+            membership = self._membership(request, source.config, model, plan)
+            group = self._form_group(membership, lambda: on_progress(waiting))
+            cache = _make_cache(model, plan, group)
         limits = BatchLimits(
             max_num_seqs=request.max_num_seqs,
-            max_model_len=_max_model_len(request, min(text.max_model_len, source.config.max_position)),
+            max_model_len=max_model_len,
             max_num_batched_tokens=request.max_num_batched_tokens,
             num_blocks=cache.plan.num_blocks,
             block_size=request.block_size,
@@ -154,7 +167,12 @@ class TorchRunner:
             sampler,
             PromptScorer(row_sampler, max_num_seqs=limits.max_num_seqs),
             self._new_matchers(text),
-            WorkCounter(source.config, model.weight_sizes, kv_value_bytes=self._dtype.itemsize),
+            WorkCounter(
+                dataclasses.replace(config, vocab_size=shard.head_rows.size),
+                model.weight_sizes,
+                kv_value_bytes=self._dtype.itemsize,
+            ),
+            group,
         )
         on_progress(LoadProgress("warming up", reader.total_bytes, reader.total_bytes))
         self._warm_up(plan_warm_up(limits))
@@ -173,6 +191,14 @@ class TorchRunner:
             limits=machine_limits,
         )
 
+    def unload(self) -> None:
+        """Give up what was loaded, and leave the group of ranks."""
+        if self._settling is not None:
+            self._settling.stop()
+        if self._loaded is not None:
+            self._loaded.close()
+        self._loaded = None
+
     def wait_until_settled(self) -> None:
         """Wait until the cache is resident and the memory in use has been compared with what was stated."""
         if self._settling is not None:
@@ -183,28 +209,64 @@ class TorchRunner:
         if self._loaded is not None:
             self._loaded.batch.reset()
 
-    @torch.inference_mode()
     def execute(self, step: StepInput) -> StepResult:
-        """Run one step: apply the difference, compute, sample, append."""
-        started = time.perf_counter()
+        """Run one step: apply the difference, compute, sample, append.
+
+        Raises:
+            WorkerLost: another rank of the group is gone.
+        """
         if self._loaded is None:
             raise InternalError("A step came before the model was loaded.")
+        try:
+            return self._execute(self._loaded, step)
+        except Exception:
+            # The other ranks would wait for this one, which is not where they are.
+            self._loaded.group.leave()
+            raise
+
+    @torch.inference_mode()
+    def _execute(self, loaded: _Loaded, step: StepInput) -> StepResult:
+        started, waited_before = time.perf_counter(), loaded.model.exchange_wait_seconds
         if len(step.copy_source_block_ids):
-            self._loaded.cache.copy_blocks(
+            loaded.cache.copy_blocks(
                 torch.from_numpy(step.copy_source_block_ids), torch.from_numpy(step.copy_target_block_ids)
             )
-        prepared = self._loaded.batch.prepare(step, self._loaded.admit)
+        prepared = loaded.batch.prepare(step, loaded.admit)
         sampled, num_computed_tokens, work = SampledTokens.none(), 0, None
-        if prepared.batch is not None:
-            sampled, num_computed_tokens = self._loaded.compute(prepared.batch), len(prepared.batch.token_ids)
-            work = self._loaded.work.work_of(prepared.batch)
+        if prepared.batch is None:
+            # A step without work is a question for a sign of life, and this rank's answer speaks for all.
+            loaded.group.meet()
+        else:
+            sampled, num_computed_tokens = loaded.compute(prepared.batch), len(prepared.batch.token_ids)
+            work = loaded.work.work_of(prepared.batch)
         return StepResult.of(
             step,
             sampled,
             prepared.failed_sequences,
             num_computed_tokens=num_computed_tokens,
             duration_seconds=time.perf_counter() - started,
+            exchange_wait_seconds=loaded.model.exchange_wait_seconds - waited_before,
             work=work,
+        )
+
+    def _membership(
+        self, request: LoadRequest, config: ModelConfig, model: ForwardPass, plan: KVCachePlan
+    ) -> Membership:
+        shape = hashlib.sha256(repr(config).encode()).hexdigest()[:12]
+        return Membership(
+            group_id=request.group_id,
+            rank=request.rank,
+            layout=ExchangeLayout(
+                num_ranks=request.tensor_parallel_size,
+                max_num_tokens=request.max_num_batched_tokens,
+                max_head_rows=MAX_ROWS_AT_A_TIME,
+                hidden_size=config.hidden_size,
+                vocab_size=config.vocab_size,
+            ),
+            contract=f"{self._config.model} ({shape}) in {self._config.dtype}, quantization "
+            f"{self._config.quantization}, by {model.kernels} kernels",
+            num_blocks=plan.num_blocks,
+            exchange_timeout_seconds=self._config.exchange_timeout_seconds,
         )
 
     def _state_memory(self, request: LoadRequest, config: ModelConfig) -> MemoryStatement:
@@ -274,6 +336,12 @@ class _Loaded:
     prompt_scorer: PromptScorer
     matchers: Matchers
     work: WorkCounter
+    group: RankGroup
+
+    def close(self) -> None:
+        """Give up what others hold for this model."""
+        self.matchers.close()
+        self.group.leave()
 
     def admit(self, sequence: NewSequence) -> None:
         """Take a new sequence's sampling parameters; raises InvalidRequest for those that do not fit the model."""
@@ -283,34 +351,33 @@ class _Loaded:
         self.prompt_scorer.add(sequence.slot, sequence.sampling_params)
 
     def compute(self, batch: FlatBatch) -> SampledTokens:
-        """Run the forward pass and choose a token for each sequence whose last known token was computed."""
+        """Run the forward pass and choose tokens for each sequence whose last known token was computed."""
+        self.group.begin_batch(batch)
         forwarded = self.model.run(batch)
+        self.group.end_batch()
         prompts = self.prompt_scorer.measure(forwarded, batch, self.batch)
         is_finite = forwarded.is_finite & prompts.is_measured
         failed = [] if is_finite.all() else self._fail_sequences(batch, ~is_finite)
         is_sampled = batch.is_sampled & is_finite
         slots = batch.slots[is_sampled]
-        token_ids, logprobs = np.empty(0, dtype=np.int64), OutputLogprobs.none()
+        num_tokens = token_ids = np.empty(0, dtype=np.int64)
+        logprobs = OutputLogprobs.none()
         if len(slots):
-            logits = forwarded.logits(is_sampled)
-            rows = self.sampler.sample(logits, slots, self.batch.num_output_tokens(slots), self._histories(slots))
+            sampled = sample_sequences(
+                self.sampler, self.batch, forwarded.logits(is_sampled), slots, batch.num_drafts[is_sampled]
+            )
+            has_tokens = sampled.num_tokens > 0
             failed += [
                 self._fail_row(slot, status)
                 for slot, status in zip(
-                    slots[~rows.is_sampled].tolist(), rows.statuses[~rows.is_sampled].tolist(), strict=True
+                    slots[~has_tokens].tolist(), sampled.statuses[~has_tokens].tolist(), strict=True
                 )
             ]
-            slots, token_ids = slots[rows.is_sampled], rows.token_ids[rows.is_sampled]
-            logprobs = OutputLogprobs(slots[self.sampler.wants_logprobs(slots)], rows.logprobs)
-        self.batch.commit(batch, slots, token_ids)
-        return SampledTokens(slots, token_ids, tuple(failed), logprobs, prompts.logprobs)
-
-    def _histories(self, slots: NDArray[np.int64]) -> dict[int, TokenHistory]:
-        return {
-            row: TokenHistory(self.batch.token_ids_of(slot), self.batch.num_prompt_tokens(slot))
-            for row, slot in enumerate(slots.tolist())
-            if self.sampler.needs_history(slot)
-        }
+            slots, num_tokens, token_ids = slots[has_tokens], sampled.num_tokens[has_tokens], sampled.token_ids
+            slot_of_token = np.repeat(slots, num_tokens)
+            logprobs = OutputLogprobs(slot_of_token[self.sampler.wants_logprobs(slot_of_token)], sampled.logprobs)
+        self.batch.commit(batch, slots, num_tokens, token_ids)
+        return SampledTokens(slots, num_tokens, token_ids, tuple(failed), logprobs, prompts.logprobs)
 
     def _fail_row(self, slot: int, status: RowStatus) -> FailedSequence:
         if status == RowStatus.NO_TOKEN_LEFT:
@@ -325,6 +392,18 @@ class _Loaded:
             self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
             for slot in batch.slots[is_failed].tolist()
         ]
+
+
+def _make_cache(model: ForwardPass, plan: KVCachePlan, group: RankGroup) -> KVCache:
+    """Allocate the cache that all ranks have room for, and join them; the group is left when that fails."""
+    try:
+        cache = model.make_cache(dataclasses.replace(plan, num_blocks=group.num_blocks))
+        if group.exchange is not None:
+            model.join(group.exchange)
+    except Exception:
+        group.leave()
+        raise
+    return cache
 
 
 def _require_memory_for_weights(needed_bytes: int, kept_as: torch.dtype, memory: MemoryState) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc.aio
 
@@ -27,8 +27,11 @@ from services.worker.step_meter import StepMeter
 SERVICE_NAME = "octavo.worker.v1.WorkerService"
 
 _PROGRESS_INTERVAL_SECONDS = 0.5
+# An engine has few in flight.
+_MAX_SUBMITTED_STEPS = 8
 
 ResultT = TypeVar("ResultT")
+_RunningStep = asyncio.Future[worker_pb2.ExecuteStepsResponse]
 
 _log = get_logger("worker")
 
@@ -69,11 +72,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             await self._take_over(stream)
             async for response in self._run_steps(stream, request_iterator):
-                yield response
+                # All ranks have come to the same tokens.
+                if self._load is not None and self._load.request.rank == 0:
+                    yield response
         except OctavoError as error:
             _log.error("step stream failed", error=error.message, error_class=type(error).__name__)
             await abort_with(context, error)
         finally:
+            # Steps of it that wait for the thread are not to run.
+            stream.end("The stream of steps is over.")
             if self._stream is stream:
                 self._stream = None
 
@@ -84,6 +91,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _load_for(self, request: LoadRequest) -> _Load:
         if self._load is None or self._load.has_failed or self._load.request != request:
             self._end_stream("The model is loaded anew.")
+            if self._load is not None:
+                self._load.supersede()
             self._load = _Load(request, self._model_name)
             self._load.task = asyncio.create_task(self._run_load(self._load))
         return self._load
@@ -123,9 +132,27 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _run_steps(
         self, stream: _StepStream, requests: AsyncIterator[worker_pb2.ExecuteStepsRequest]
     ) -> AsyncIterator[worker_pb2.ExecuteStepsResponse]:
-        # Steps that come while one runs wait in gRPC's flow-controlled buffer.
-        while (request := await stream.next_of(requests)) is not None:
-            yield await self._in_thread(partial(self._execute, stream, request))
+        # A step that comes while one runs is handed to the thread at once: it begins when that one ends, without
+        # waiting for this loop.
+        reading = asyncio.create_task(self._submit_steps(stream, requests))
+        try:
+            while (running := await stream.next_submitted()) is not None:
+                yield await self._outcome(running)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _submit_steps(
+        self, stream: _StepStream, requests: AsyncIterator[worker_pb2.ExecuteStepsRequest]
+    ) -> None:
+        """Hand steps to the runner's thread until the engine has no more."""
+        try:
+            async for request in requests:
+                await stream.submit(self._start(partial(self._execute, stream, request)))
+            await stream.submit(None)
+        except Exception as error:
+            # Whatever gRPC raises here: nothing more comes.
+            stream.end(f"The engine's steps cannot be read: {type(error).__name__}: {error}")
 
     def _execute(
         self, stream: _StepStream, request: worker_pb2.ExecuteStepsRequest
@@ -133,15 +160,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Run one step in the runner's thread."""
         # A stream that was taken over while this step waited must not touch the new one's sequences.
         stream.raise_if_ended()
-        step = wire.step_input_of(request)
-        started = time.perf_counter()
-        result = self._runner.execute(step)
+        try:
+            step = wire.step_input_of(request)
+            started = time.perf_counter()
+            result = self._runner.execute(step)
+        except BaseException:
+            # Those behind it count on what it would have done.
+            stream.forbid("An earlier step failed.")
+            raise
         self._meter.step_done(step, result, started=started, ended=time.perf_counter())
         return wire.step_response(result)
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        return await self._outcome(self._start(work))
+
+    def _start(self, work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _outcome(self, running: asyncio.Future[ResultT]) -> ResultT:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await running
         except OctavoError:
             raise
         except Exception as error:
@@ -159,6 +197,7 @@ class _Load:
         self._model_name = model_name
         self._progress = LoadProgress("starting", 0, 0)
         self._logged: LoadProgress | None = None
+        self._is_superseded = False
 
     @property
     def is_loaded(self) -> bool:
@@ -172,8 +211,14 @@ class _Load:
         return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
 
     def report(self, progress: LoadProgress) -> None:
-        """Take a progress report; called from the runner's thread."""
+        """Take a progress report, called from the runner's thread; raises Cancelled when another load waits."""
+        if self._is_superseded:
+            raise Cancelled("The model is loaded anew.")
         self._progress = progress
+
+    def supersede(self) -> None:
+        """Let the load end at its next report: nobody wants it any more."""
+        self._is_superseded = True
 
     def result(self) -> LoadedModel:
         """Return the model or raise what went wrong; only when the load is done."""
@@ -208,32 +253,39 @@ class _StepStream:
     """One open stream of steps, which another may end."""
 
     def __init__(self) -> None:
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Steps in the order in which they came, computed or to be computed; None after the last. While it is full
+        # more steps wait in gRPC's flow-controlled buffer.
+        self._submitted: asyncio.Queue[_RunningStep | None] = asyncio.Queue(_MAX_SUBMITTED_STEPS)
         self._reason: str | None = None
 
     def end(self, reason: str) -> None:
-        """End the stream from outside."""
-        self._reason = reason
-        if not self._ended.done():
-            self._ended.set_result(None)
+        """End the stream from outside: no step of it begins any more, and who waits for one is told."""
+        self.forbid(reason)
+        while not self._submitted.empty():
+            waiting = self._submitted.get_nowait()
+            if waiting is not None:
+                waiting.cancel()
+        self._submitted.put_nowait(None)
+
+    def forbid(self, reason: str) -> None:
+        """Let no further step run; may be called from any thread. The first reason stays."""
+        self._reason = self._reason or reason
 
     def raise_if_ended(self) -> None:
-        """Raise Cancelled when the stream was ended from outside; may be called from any thread."""
+        """Raise Cancelled when no step may run any more; may be called from any thread."""
         if self._reason is not None:
             raise Cancelled(self._reason)
 
-    async def next_of(
-        self, requests: AsyncIterator[worker_pb2.ExecuteStepsRequest]
-    ) -> worker_pb2.ExecuteStepsRequest | None:
+    async def submit(self, step: _RunningStep | None) -> None:
+        """Add a step, or None after the last, when there is room."""
+        await self._submitted.put(step)
+
+    async def next_submitted(self) -> _RunningStep | None:
         """Return the next step, or None when the engine has no more; raises Cancelled when ended."""
-        reading = asyncio.ensure_future(anext(requests, None))
-        try:
-            waits: set[asyncio.Future[Any]] = {reading, self._ended}  # Any: each has its own result.
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        step = await self._submitted.get()
+        if step is None:
             self.raise_if_ended()
-            return await reading
-        finally:
-            reading.cancel()
+        return step
 
 
 def registration(servicer: WorkerServicer) -> Registration:

@@ -23,6 +23,8 @@ from services.worker.step_work import MachineLimits, StepWork
 IntArray = NDArray[np.int64]
 
 _MAX_SEED = 2**64 - 1
+# Whoever knows a group's id may join it.
+_MIN_GROUP_ID_LENGTH = 16
 
 
 class SequenceFailure(StrEnum):
@@ -130,6 +132,8 @@ class StepInput:
     new_block_ids: IntArray  # [sum of num_new_blocks]
     copy_source_block_ids: IntArray  # [num_copies] copied before anything is computed
     copy_target_block_ids: IntArray  # [num_copies]
+    num_draft_tokens: IntArray  # [num_seqs]: how many of the scheduled tokens are drafts, the last ones
+    draft_token_ids: IntArray  # [sum of num_draft_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,7 @@ class FailedSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputLogprobs:
-    """Log-probabilities of the tokens that were sampled for ``slots``, one each."""
+    """Log-probabilities of the tokens that ``slots`` got, in order; a slot comes once for each of its tokens."""
 
     slots: IntArray
     tokens: TokenLogprobs
@@ -175,9 +179,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
-    """What a forward pass led to: one token for each of ``slots``, and the sequences that failed in it."""
+    """What a forward pass led to: ``slots[i]`` got ``num_tokens[i]`` of ``token_ids``; and who failed in it."""
 
     slots: IntArray
+    num_tokens: IntArray
     token_ids: IntArray
     failed_sequences: tuple[FailedSequence, ...]
     logprobs: OutputLogprobs
@@ -187,7 +192,7 @@ class SampledTokens:
     def none(cls) -> SampledTokens:
         """Return the result of computing nothing."""
         no_ids = np.empty(0, dtype=np.int64)
-        return cls(no_ids, no_ids, (), OutputLogprobs.none(), PromptLogprobs.none())
+        return cls(no_ids, no_ids, no_ids, (), OutputLogprobs.none(), PromptLogprobs.none())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,6 +208,7 @@ class StepResult:
     prompt_logprobs: PromptLogprobs
     num_computed_tokens: int
     duration_seconds: float
+    exchange_wait_seconds: float = 0.0  # of the duration, waiting for other ranks
     work: StepWork | None = None  # None when nothing was computed, or by the stub
 
     @classmethod
@@ -214,29 +220,32 @@ class StepResult:
         *,
         num_computed_tokens: int,
         duration_seconds: float,
+        exchange_wait_seconds: float = 0.0,
         work: StepWork | None = None,
     ) -> StepResult:
-        """Put a step's result together; a sequence gets one token at most."""
+        """Put a step's result together."""
         return cls(
             step_id=step.step_id,
             slots=sampled.slots,
-            num_tokens=np.ones(len(sampled.slots), dtype=np.int64),
+            num_tokens=sampled.num_tokens,
             token_ids=sampled.token_ids,
             failed_sequences=(*refused, *sampled.failed_sequences),
             logprobs=sampled.logprobs,
             prompt_logprobs=sampled.prompt_logprobs,
             num_computed_tokens=num_computed_tokens,
             duration_seconds=duration_seconds,
+            exchange_wait_seconds=exchange_wait_seconds,
             work=work,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What a rank is asked to serve."""
+    """What a rank is asked to serve, and with whom: ranks that are given one group's id compute together."""
 
     rank: int
     tensor_parallel_size: int
+    group_id: str = ""  # of this forming of the group; empty for a lone rank
     block_size: int
     max_model_len: int | None
     max_num_seqs: int
@@ -248,11 +257,13 @@ class LoadRequest:
         _require(
             self.max_model_len is None or self.max_model_len >= 1, "max_model_len", "at least 1", self.max_model_len
         )
+        _require(self.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1", self.tensor_parallel_size)
+        _require(0 <= self.rank < self.tensor_parallel_size, "rank", "one of the group's", self.rank)
         _require(
-            self.tensor_parallel_size == 1 and self.rank == 0,
-            "tensor_parallel_size",
-            "1, with rank 0: this worker holds the whole model",
-            self.tensor_parallel_size,
+            self.tensor_parallel_size == 1 or len(self.group_id) >= _MIN_GROUP_ID_LENGTH,
+            "group_id",
+            f"of at least {_MIN_GROUP_ID_LENGTH} characters where there are several ranks",
+            self.group_id,
         )
 
 

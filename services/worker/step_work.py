@@ -21,7 +21,7 @@ class StepKind(StrEnum):
 
     @classmethod
     def of(cls, num_queries: NDArray[np.int64]) -> StepKind:
-        """Tell from the number of tokens of each sequence ``[num_seqs]``, of which there is at least one."""
+        """Tell from the known tokens that each sequence computes, ``[num_seqs]``, of which there is one."""
         num_prefills = int((num_queries > 1).sum())
         if num_prefills == 0:
             return cls.DECODE

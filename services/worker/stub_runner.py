@@ -197,30 +197,62 @@ class _StubState:
         """Write the step's tokens, check every context, and choose the next tokens."""
         self._stored.reshape(-1)[batch.slot_mapping] = batch.token_ids
         for index, slot in enumerate(batch.slots.tolist()):
-            self._check_context(slot, batch.block_tables[index], int(batch.context_lens[index]))
-        chosen = {slot: self._next_token_id(slot) for slot in batch.slots[batch.is_sampled].tolist()}
+            self._check_context(
+                slot, batch.block_tables[index], int(batch.context_lens[index]), int(batch.num_drafts[index])
+            )
+        sampled_slots, num_drafts = (
+            batch.slots[batch.is_sampled].tolist(),
+            batch.num_drafts[batch.is_sampled].tolist(),
+        )
+        chosen = {
+            slot: self._next_token_ids(slot, count) for slot, count in zip(sampled_slots, num_drafts, strict=True)
+        }
         failed = [
             self.batch.fail(slot, SequenceFailure.NO_TOKEN_LEFT, "The grammar lets no token come next.")
-            for slot, token_id in chosen.items()
-            if token_id is None
+            for slot, token_ids in chosen.items()
+            if not token_ids
         ]
-        slots = np.array([slot for slot, token_id in chosen.items() if token_id is not None], dtype=np.int64)
-        token_ids = np.array([chosen[slot] for slot in slots.tolist()], dtype=np.int64)
+        chosen = {slot: token_ids for slot, token_ids in chosen.items() if token_ids}
         sampled = SampledTokens(
-            slots, token_ids, tuple(failed), self._measure_output(slots, token_ids), self._measure_prompts(batch)
+            slots=np.array(list(chosen), dtype=np.int64),
+            num_tokens=np.array(list(map(len, chosen.values())), dtype=np.int64),
+            token_ids=np.array(
+                [token_id for token_ids in chosen.values() for token_id in token_ids], dtype=np.int64
+            ),
+            failed_sequences=tuple(failed),
+            logprobs=self._measure_output(chosen),
+            prompt_logprobs=self._measure_prompts(batch),
         )
-        self.batch.commit(batch, slots, token_ids)
+        self.batch.commit(batch, sampled.slots, sampled.num_tokens, sampled.token_ids)
         return sampled
 
-    def _measure_output(self, slots: IntArray, token_ids: IntArray) -> OutputLogprobs:
-        wanted = [self._params[slot].num_logprobs for slot in slots.tolist()]
-        tokens = [
-            self._measure(slot, len(self.batch.token_ids_of(slot)), token_id, count)
-            for slot, token_id, count in zip(slots.tolist(), token_ids.tolist(), wanted, strict=True)
-            if count is not None
-        ]
-        is_wanted = np.array([count is not None for count in wanted], dtype=np.bool_)
-        return OutputLogprobs(slots[is_wanted], TokenLogprobs.joined(tokens))
+    def _next_token_ids(self, slot: int, num_drafts: int) -> list[int]:
+        """Return the drafts that are right and the token after them; none when the grammar lets none come next."""
+        drafts = self.batch.token_ids_of(slot, num_drafts)[len(self.batch.token_ids_of(slot)) :].tolist()
+        token_ids: list[int] = []
+        for place in range(num_drafts + 1):
+            token_id = self._next_token_id(slot, place)
+            if token_id is None:
+                # Behind accepted drafts the next step finds the same.
+                break
+            token_ids.append(token_id)
+            if token_ids != drafts[: place + 1]:
+                break
+        return token_ids
+
+    def _measure_output(self, chosen: dict[int, list[int]]) -> OutputLogprobs:
+        slots: list[int] = []
+        tokens: list[TokenLogprobs] = []
+        for slot, token_ids in chosen.items():
+            wanted = self._params[slot].num_logprobs
+            if wanted is None:
+                continue
+            slots += [slot] * len(token_ids)
+            tokens += [
+                self._measure(slot, len(self.batch.token_ids_of(slot)) + place, token_id, wanted)
+                for place, token_id in enumerate(token_ids)
+            ]
+        return OutputLogprobs(np.array(slots, dtype=np.int64), TokenLogprobs.joined(tokens))
 
     def _measure_prompts(self, batch: FlatBatch) -> PromptLogprobs:
         parts: list[tuple[int, int, int]] = []
@@ -239,12 +271,14 @@ class _StubState:
         return PromptLogprobs(slots, positions, counts, TokenLogprobs.joined(tokens))
 
     def _measure(self, slot: int, position: int, token_id: int, num_alternatives: int) -> TokenLogprobs:
-        before = self.batch.token_ids_of(slot)[:position]
+        num_known = len(self.batch.token_ids_of(slot))
+        before = self.batch.token_ids_of(slot, max(0, position - num_known))[:position]
         next_token_id = self._rule.next_token_id(before, self._starts[slot])
         return self._rule.measure(next_token_id, token_id, num_alternatives)
 
-    def _next_token_id(self, slot: int) -> int | None:
-        token_ids = self.batch.token_ids_of(slot)
+    def _next_token_id(self, slot: int, place: int) -> int | None:
+        """Return the token after the known ones and the drafts before ``place``."""
+        token_ids = self.batch.token_ids_of(slot, place)
         matcher = self._matchers[slot]
         if matcher is not None:
             return self._allowed_token_id(matcher, self._rule.draw(token_ids, self._starts[slot]))
@@ -263,9 +297,9 @@ class _StubState:
         matcher.accept(token_id)
         return token_id
 
-    def _check_context(self, slot: int, block_table: NDArray[np.int32], context_len: int) -> None:
+    def _check_context(self, slot: int, block_table: NDArray[np.int32], context_len: int, num_drafts: int) -> None:
         stored = self._stored[block_table].reshape(-1)[:context_len]
-        expected = self.batch.token_ids_of(slot)[:context_len]
+        expected = self.batch.token_ids_of(slot, num_drafts)[:context_len]
         differing = np.flatnonzero(stored != expected)
         if len(differing):
             position = int(differing[0])

@@ -104,4 +104,6 @@ def _step(
         new_block_ids=nothing,
         copy_source_block_ids=nothing,
         copy_target_block_ids=nothing,
+        num_draft_tokens=np.zeros(len(slots), dtype=np.int64),
+        draft_token_ids=nothing,
     )

@@ -191,21 +191,21 @@ class WeightReader:
         """Bytes on disk of all tensors."""
         return sum(self._sizes_bytes.values())
 
-    def read(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor ``name`` in the model's dtype.
+    def read(self, name: str, *shape: int, kept: tuple[slice, ...] = ()) -> Tensor:
+        """Return the tensor ``name`` of this shape in the model's dtype, or what is ``kept`` of its dimensions.
 
         Raises:
             ModelLoadFailed: when it is missing or has another shape.
         """
-        return self._read(name, shape, self._dtype)
+        return self._read(name, shape, kept, self._dtype)
 
-    def read_fp32(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor ``name`` in fp32, for what is computed in fp32 whatever the model's dtype is.
+    def read_fp32(self, name: str, *shape: int, kept: tuple[slice, ...] = ()) -> Tensor:
+        """Return the same in fp32, for what is computed in fp32 whatever the model's dtype is.
 
         Raises:
             ModelLoadFailed: when it is missing or has another shape.
         """
-        return self._read(name, shape, torch.float32)
+        return self._read(name, shape, kept, torch.float32)
 
     def skip(self, name: str) -> None:
         """Leave out a tensor that the model knows and does not need."""
@@ -222,7 +222,7 @@ class WeightReader:
                 f"here, for example {unknown[0]}; this variant of the model is not served."
             )
 
-    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], kept: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
         if name not in self._sizes_bytes:
             raise ModelLoadFailed(f"The tensor {name} is missing from the weights.")
         tensor = self._source.read(name)
@@ -233,6 +233,7 @@ class WeightReader:
         self._unread.discard(name)
         self._loaded_bytes += self._sizes_bytes[name]
         self._on_bytes(self._loaded_bytes, self.total_bytes)
-        tensor = tensor.to(dtype)
+        # A copy, so that the rest of the stored tensor is given up.
+        tensor = tensor[kept].to(dtype, copy=True).contiguous() if kept else tensor.to(dtype)
         self.kept_bytes += tensor.nbytes
         return tensor

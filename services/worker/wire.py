@@ -43,6 +43,7 @@ def load_request_of(message: worker_pb2.LoadModelRequest) -> LoadRequest:
     return LoadRequest(
         rank=message.rank,
         tensor_parallel_size=message.tensor_parallel_size,
+        group_id=message.group_id,
         block_size=message.block_size,
         max_model_len=message.max_model_len if message.HasField("max_model_len") else None,
         max_num_seqs=message.max_num_seqs,
@@ -88,17 +89,20 @@ def step_input_of(message: worker_pb2.ExecuteStepsRequest) -> StepInput:
             sequences.append(_new_sequence_of(new))
         except ClientError as error:
             refused.append(RefusedSequence(new.slot, error))
+    slots = _array(message.slots)
     return StepInput(
         step_id=message.step_id,
         ended_slots=_array(message.ended_slots),
         new_sequences=tuple(sequences),
         refused_sequences=tuple(refused),
-        slots=_array(message.slots),
+        slots=slots,
         num_scheduled_tokens=_array(message.num_scheduled_tokens),
         num_new_blocks=_array(message.num_new_blocks),
         new_block_ids=_array(message.new_block_ids),
         copy_source_block_ids=_array(message.copy_source_block_ids),
         copy_target_block_ids=_array(message.copy_target_block_ids),
+        num_draft_tokens=_array(message.num_draft_tokens) if message.num_draft_tokens else np.zeros_like(slots),
+        draft_token_ids=_array(message.draft_token_ids),
     )
 
 
@@ -122,7 +126,9 @@ def step_response(result: StepResult) -> worker_pb2.ExecuteStepsResponse:
 def _output_logprobs_message(logprobs: OutputLogprobs) -> worker_pb2.SlotLogprobs | None:
     if not len(logprobs.slots):
         return None
-    return worker_pb2.SlotLogprobs(slots=logprobs.slots.tolist(), tokens=_token_logprobs_message(logprobs.tokens))
+    return worker_pb2.SlotLogprobs(
+        slots=list(dict.fromkeys(logprobs.slots.tolist())), tokens=_token_logprobs_message(logprobs.tokens)
+    )
 
 
 def _prompt_logprobs_message(logprobs: PromptLogprobs) -> worker_pb2.SlotPromptLogprobs | None:
@@ -195,4 +201,4 @@ def _grammar_of(message: generation_pb2.Grammar) -> Grammar:
 
 
 def _array(values: Sequence[int]) -> IntArray:
-    return np.array(values, dtype=np.int64)
+    return np.array(values, dtype=np.int64) if values else np.empty(0, dtype=np.int64)

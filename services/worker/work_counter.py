@@ -27,11 +27,11 @@ class WeightSizes:
     head_bytes: int
 
 
-def weight_sizes_of(config: ModelConfig, value_bytes: int) -> WeightSizes:
+def weight_sizes_of(config: ModelConfig, num_head_rows: int, value_bytes: int) -> WeightSizes:
     """Return the sizes of weights that lie in memory as they are, ``value_bytes`` for each value."""
-    head = config.vocab_size * config.hidden_size
     num_vocab_matrices = 1 if config.has_tied_embeddings else 2
-    layers = config.num_parameters - num_vocab_matrices * head
+    layers = config.num_parameters - num_vocab_matrices * config.vocab_size * config.hidden_size
+    head = num_head_rows * config.hidden_size
     return WeightSizes(layers_bytes=layers * value_bytes, head_bytes=head * value_bytes)
 
 
@@ -52,7 +52,7 @@ class WorkCounter:
 
     def work_of(self, batch: FlatBatch) -> StepWork:
         """Count the work of one step."""
-        num_sampled = int(batch.is_sampled.sum())
+        num_sampled = len(batch.sampled_rows)
         num_attended = num_cached = 0  # over all layers
         for window, num_layers in self._num_layers_by_window.items():
             # A token at position p sees itself and the p tokens before it; a sequence needs what its first token
@@ -63,7 +63,7 @@ class WorkCounter:
             num_attended += num_layers * int(seen.sum())
             num_cached += num_layers * int(needed.sum())
         return StepWork(
-            kind=StepKind.of(batch.num_queries),
+            kind=StepKind.of(batch.num_queries - batch.num_drafts),
             num_operations=len(batch.token_ids) * self._operations_per_token
             + num_attended * self._operations_per_attended_token
             + num_sampled * self._operations_per_sampled_row,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -20,12 +20,14 @@ from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
 from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
 from libs.rpc import (
     Registration,
+    RpcServer,
     RpcStream,
     duration_from_seconds,
     error_from_status,
     make_channel,
     make_server,
     open_stream,
+    seconds_from_duration,
 )
 from libs.rpc import unary as call
 from services.engine.clients import WorkerClient
@@ -51,6 +53,8 @@ class Engine:
     loop: EngineLoop
     generation: generation_pb2_grpc.GenerationServiceStub
     service: engine_pb2_grpc.EngineServiceStub
+    config: EngineConfig
+    worker_servers: list[RpcServer]
 
     @asynccontextmanager
     async def gateway(self) -> AsyncIterator[Gateway]:
@@ -130,23 +134,28 @@ async def running_engine(
     *,
     must_be_ready: bool = True,
     registration: Registration | None = None,
+    other_ranks: Sequence[FakeWorker] = (),
     **settings: object,
 ) -> AsyncIterator[Engine]:
-    """Run an engine with a fake worker, or with whatever ``registration`` serves."""
+    """Run an engine with a fake worker for each rank, or with whatever ``registration`` serves."""
     worker = worker or FakeWorker()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
         config = EngineConfig(
             listen_address=f"unix:{folder}/engine",
-            worker_addresses=(f"unix:{folder}/worker",),
+            worker_addresses=tuple(f"unix:{folder}/worker-{rank}" for rank in range(1 + len(other_ranks))),
             **settings,  # type: ignore[arg-type] # Tests name settings freely; the dataclass checks them.
         )
-        worker_server = make_server(config.worker_addresses[0], [registration or worker.registration()])
-        await worker_server.start()
-        client = WorkerClient(config, 0)
+        served = [registration or worker.registration(), *(other.registration() for other in other_ranks)]
+        worker_servers = [
+            make_server(address, [one]) for address, one in zip(config.worker_addresses, served, strict=True)
+        ]
+        for worker_server in worker_servers:
+            await worker_server.start()
+        clients = [WorkerClient(config, rank) for rank in range(len(worker_servers))]
         loop = EngineLoop(
             config,
             WorkerGroup(
-                [client],
+                clients,
                 load_timeout_seconds=config.load_timeout_seconds,
                 step_timeout_seconds=config.step_timeout_seconds,
             ),
@@ -164,6 +173,8 @@ async def running_engine(
             loop,
             generation_pb2_grpc.GenerationServiceStub(channel),
             engine_pb2_grpc.EngineServiceStub(channel),
+            config,
+            worker_servers,
         )
         try:
             if must_be_ready:
@@ -173,9 +184,11 @@ async def running_engine(
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             await channel.close()
-            await client.close()
+            for client in clients:
+                await client.close()
             await server.stop(0)
-            await worker_server.stop(0)
+            for worker_server in worker_servers:
+                await worker_server.stop(0)
 
 
 async def get_engine(engine: Engine) -> engine_pb2.GetEngineResponse:
@@ -433,6 +446,59 @@ async def test_a_lost_worker_fails_requests_and_the_next_one_is_served() -> None
     assert gateway.handles["a"] != gateway.handles["b"]
 
 
+async def test_every_rank_gets_every_step_and_rank_0_answers() -> None:
+    second = FakeWorker(num_blocks=32)
+    async with running_engine(other_ranks=[second]) as engine, engine.gateway() as gateway:
+        identity = (await get_engine(engine)).engine
+        await gateway.submit("a", PROMPT, 6)
+        await gateway.end_of("a")
+        await until_idle(engine)
+
+    assert gateway.tokens_of("a") == continuation(PROMPT, 6)
+    # The smallest rank counts for all.
+    assert (identity.tensor_parallel_size, identity.num_blocks) == (2, 32)
+    steps = [[step for step in rank.steps if step.slots] for rank in (engine.worker, second)]
+    assert steps[0] == steps[1]
+    assert engine.worker.group_ids == second.group_ids
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1])
+async def test_a_lost_rank_fails_requests_and_all_form_a_new_group(lost_rank: int) -> None:
+    ranks = [FakeWorker(step_seconds=0.005), FakeWorker(step_seconds=0.005)]
+    async with running_engine(ranks[0], other_ranks=ranks[1:]) as engine, engine.gateway() as gateway:
+        before = (await get_engine(engine)).engine.incarnation
+        await gateway.submit("a", PROMPT, 400)
+        await gateway.until(lambda: bool(gateway.tokens) and len(gateway.tokens_of("a")) >= 2)
+        ranks[lost_rank].break_next_step = True
+        end = await gateway.end_of("a")
+        after = (await until_state(engine, engine_pb2.ENGINE_STATE_READY)).engine.incarnation
+        await gateway.submit("b", PROMPT, 4)
+        await gateway.end_of("b")
+
+    assert isinstance(error_of(end), WorkerLost)
+    assert after > before
+    assert gateway.tokens_of("b") == continuation(PROMPT, 4)
+    first, second = ranks[0].group_ids
+    assert first != second
+    assert ranks[1].group_ids == [first, second]
+
+
+async def test_no_rank_loads_while_another_cannot_be_reached() -> None:
+    ranks = [FakeWorker(), FakeWorker()]
+    async with running_engine(ranks[0], other_ranks=ranks[1:]) as engine:
+        address = engine.config.worker_addresses[1]
+        await engine.worker_servers[1].stop(0)
+        await until_state(engine, engine_pb2.ENGINE_STATE_STARTING)
+        await asyncio.sleep(0.3)
+        loads_while_away = ranks[0].num_loads
+        engine.worker_servers[1] = make_server(address, [ranks[1].registration()])
+        await engine.worker_servers[1].start()
+        await until_state(engine, engine_pb2.ENGINE_STATE_READY)
+
+    assert loads_while_away == 1
+    assert ranks[0].num_loads == ranks[1].num_loads == 2
+
+
 async def test_a_frozen_worker_makes_the_engine_unready_and_then_counts_as_lost() -> None:
     async with (
         running_engine(FakeWorker(), stall_seconds=0.1, step_timeout_seconds=0.5) as engine,
@@ -621,14 +687,25 @@ async def test_tells_those_who_ask_how_their_first_token_came_and_where_they_sta
 
     asking, silent = ends[0].usage, ends[1].usage
     [first] = [first for message in gateway.messages for first in message.first_tokens]
-    accepted = [started.HasField("accept_duration") for message in gateway.messages for started in message.started]
-    assert accepted == [True, False]
+    are_told = [started.HasField("accept_duration") for message in gateway.messages for started in message.started]
+    assert are_told == [True, False]
     assert [first.handle] == gateway.handles["asking"]
     assert {miss.reason: miss.num_tokens for miss in first.misses} == {
         generation_pb2.CACHE_MISS_REASON_NOT_SEEN: 32,
         generation_pb2.CACHE_MISS_REASON_TAIL: 8,
     }
-    assert first.prefill_duration.ToTimedelta().total_seconds() >= 0.05
+    assert seconds_from_duration(first.prefill_duration) >= 0.05
+    [accepted] = [
+        seconds_from_duration(started.accept_duration)
+        for message in gateway.messages
+        for started in message.started
+        if started.HasField("accept_duration")
+    ]
+    # From reading the submit to handing over the first token, told in two and in three parts.
+    parts = (first.queue_duration, first.prefill_duration, first.publish_duration)
+    assert accepted + seconds_from_duration(first.since_started_duration) == pytest.approx(
+        sum(seconds_from_duration(part) for part in parts), abs=1e-6
+    )
     # Its two gaps; the worker says that its steps take a millisecond, so that they explain none.
     assert [stall.reason for stall in asking.stalls] == [generation_pb2.STALL_REASON_ENGINE_WAIT] * 2
     assert (asking.num_stalls, silent.num_stalls) == (2, 0)

@@ -51,10 +51,12 @@ class WorkerSequence:
 
 @dataclass
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """One rank. ``break_next_step`` ends the stream in place of an answer; ``freeze`` never answers.
+    """One rank; only rank 0 answers steps.
 
+    ``break_next_step`` ends the stream in place of an answer; ``freeze`` never answers.
     ``holds_answers`` answers a step only when the next one has come, or after a while; ``num_overlapped_steps``
-    counts how often it came. ``eos_after_tokens`` makes that output token, and all after it, the end token.
+    counts how often it came. ``eos_after_tokens`` makes that output token, and all after it, the end token. With
+    ``period`` the tokens come round after so many.
     """
 
     num_blocks: int = 64
@@ -65,7 +67,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     freeze: bool = False
     holds_answers: bool = False
     eos_after_tokens: int | None = None
+    period: int | None = None
     num_loads: int = 0
+    group_ids: list[str] = field(default_factory=list)
+    rank: int = 0
     num_overlapped_steps: int = 0
     steps: list[worker_pb2.ExecuteStepsRequest] = field(default_factory=list)
     sequences: dict[int, WorkerSequence] = field(default_factory=dict)
@@ -83,6 +88,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.LoadModelResponse]:
         """Load nothing, with one progress report."""
         self.num_loads += 1
+        self.group_ids.append(request.group_id)
+        self.rank = request.rank
         yield worker_pb2.LoadModelResponse(
             progress=worker_pb2.LoadProgress(description="nothing", loaded_bytes=1, total_bytes=2)
         )
@@ -120,7 +127,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker broke")
                 if self.holds_answers:
                     self.num_overlapped_steps += await _comes_within(steps, _HOLD_SECONDS)
-                yield self._answer(step, self.sequences)
+                answer = self._answer(step, self.sequences)
+                if self.rank == 0:
+                    yield answer
         finally:
             reader.cancel()
 
@@ -135,26 +144,48 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             sequences[new.slot] = WorkerSequence(
                 list(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, list(new.block_ids)
             )
-        position = 0
-        for slot, num_tokens, num_new in zip(
-            step.slots, step.num_scheduled_tokens, step.num_new_blocks, strict=True
+        position = num_drafts_seen = 0
+        for slot, num_tokens, num_new, num_drafts in zip(
+            step.slots,
+            step.num_scheduled_tokens,
+            step.num_new_blocks,
+            step.num_draft_tokens or [0] * len(step.slots),
+            strict=True,
         ):
             sequence = sequences[slot]
             sequence.block_ids += step.new_block_ids[position : position + num_new]
             position += num_new
-            sequence.num_computed_tokens += num_tokens
+            drafts = list(step.draft_token_ids[num_drafts_seen : num_drafts_seen + num_drafts])
+            num_drafts_seen += num_drafts
+            sequence.num_computed_tokens += num_tokens - num_drafts
+            assert not drafts or sequence.num_computed_tokens == len(sequence.token_ids)
             if sequence.num_computed_tokens < len(sequence.token_ids):
                 continue
             if self.poisoned_token_id in sequence.token_ids:
                 response.failed_sequences.add(slot=slot, failure=worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS)
                 continue
-            num_output = len(sequence.token_ids) - sequence.num_prompt_tokens + 1
-            is_end = self.eos_after_tokens is not None and num_output >= self.eos_after_tokens
-            sequence.token_ids.append(EOS_TOKEN_ID if is_end else next_token(sequence.token_ids))
+            chosen = self._choose(sequence, drafts)
+            sequence.num_computed_tokens += len(chosen) - 1
             response.slots.append(slot)
-            response.num_tokens.append(1)
-            response.token_ids.append(sequence.token_ids[-1])
+            response.num_tokens.append(len(chosen))
+            response.token_ids.extend(chosen)
         return response
+
+    def _choose(self, sequence: WorkerSequence, drafts: list[int]) -> list[int]:
+        """Append the drafts that are right and the token after them."""
+        chosen: list[int] = []
+        for place in range(len(drafts) + 1):
+            num_output = len(sequence.token_ids) - sequence.num_prompt_tokens + 1
+            if self.eos_after_tokens is not None and num_output >= self.eos_after_tokens:
+                chosen.append(EOS_TOKEN_ID)
+            elif self.period is not None:
+                chosen.append(10 + num_output % self.period)
+            else:
+                chosen.append(next_token(sequence.token_ids))
+            sequence.token_ids.append(chosen[-1])
+            if chosen != drafts[: place + 1]:
+                break
+        return chosen
 
 
 async def _read_into(

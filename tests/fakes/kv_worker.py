@@ -47,9 +47,29 @@ def greedy(vocab_size: int) -> Sampler:
     return lambda digest, output_position, choice_index: ((digest >> 17) + 7919 * choice_index) % vocab_size
 
 
+def repetitive(vocab_size: int, period: int) -> Sampler:
+    """Sample what comes round and round, and now and then something else, by the KV of the last token."""
+    free = greedy(vocab_size)
+
+    def sample(digest: int, output_position: int, choice_index: int) -> int:
+        is_free = (digest >> 40) % 8 == 0
+        return free(digest, 0, choice_index) if is_free else (11 * (output_position % period) + 3) % vocab_size
+
+    return sample
+
+
 def counting(first_token_id: int) -> Sampler:
     """Sample ascending ids, for transcripts that a reader can follow."""
     return lambda digest, output_position, choice_index: first_token_id + 50 * choice_index + output_position
+
+
+def drafts_by_slot(output: SchedulerOutput) -> dict[int, list[int]]:
+    """Return the drafts of each of a step's sequences."""
+    slots = output.slots.tolist()
+    if output.drafts is None:
+        return {slot: [] for slot in slots}
+    parts = np.split(output.drafts.token_ids, np.cumsum(output.drafts.num_tokens)[:-1])
+    return {slot: part.tolist() for slot, part in zip(slots, parts, strict=True)}
 
 
 def always(seconds: float) -> Clock:
@@ -76,7 +96,8 @@ def with_failures(
     return replace(
         result,
         slots=result.slots[is_kept],
-        token_ids=result.token_ids[is_kept],
+        num_tokens=result.num_tokens[is_kept],
+        token_ids=result.token_ids[np.repeat(is_kept, result.num_tokens)],
         failures=failures,
         output_logprobs=logprobs,
     )
@@ -159,24 +180,27 @@ class FakeKVWorker:
         self._measured = []
         for copy in output.block_copies:
             self._copy(copy, num_readers)
+        drafts_of = drafts_by_slot(output)
         for slot, count in zip(output.slots.tolist(), output.num_scheduled_tokens.tolist(), strict=True):
             row = self.rows[slot]
             self._check_is_only_writer(slot, row, count, num_readers)
-            self._compute(row, count)
+            self._compute(row, count, drafts_of[slot])
         sampled = output.slots[output.is_sampled]
-        token_ids = []
+        token_ids: list[int] = []
+        counts: list[int] = []
         measured: list[tuple[int, TokenLogprobs]] = []
         for slot in sampled.tolist():
             row = self.rows[slot]
             assert row.num_computed_tokens == len(row.token_ids), f"slot {slot} is sampled before its last token"
-            position = len(row.token_ids) - row.num_prompt_tokens
-            row.token_ids.append(self._sample(row.last_digest, position, row.choice_index))
-            token_ids.append(row.token_ids[-1])
+            chosen = self._choose(row, drafts_of[slot])
+            token_ids += [token_id for _, token_id in chosen]
+            counts.append(len(chosen))
             if row.num_logprobs is not None:
-                measured.append((slot, logprobs_of(row.last_digest, token_ids[-1], row.num_logprobs)))
+                measured += [(slot, logprobs_of(digest, token_id, row.num_logprobs)) for digest, token_id in chosen]
         return StepResult(
             step_id=output.step_id,
             slots=sampled,
+            num_tokens=np.array(counts, np.int64),
             token_ids=np.array(token_ids, np.uint32),
             failures=(),
             step_seconds=self._seconds_of(output.work),
@@ -188,6 +212,23 @@ class FakeKVWorker:
             else None,
             prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _choose(self, row: Row, drafts: list[int]) -> list[tuple[int, int]]:
+        """Append the tokens that come next, as long as drafts are right; returns each with the KV before it."""
+        chosen: list[tuple[int, int]] = []
+        for place in range(len(drafts) + 1):
+            position = len(row.token_ids) - row.num_prompt_tokens
+            chosen.append((row.last_digest, self._sample(row.last_digest, position, row.choice_index)))
+            row.token_ids.append(chosen[-1][1])
+            if place == len(drafts) or chosen[-1][1] != drafts[place]:
+                break
+            # The KV of the accepted draft was computed with it.
+            row.last_digest = self._memory[self._place(row, row.num_computed_tokens)]
+            row.num_computed_tokens += 1
+        return chosen
+
+    def _place(self, row: Row, position: int) -> int:
+        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
     def wrong_contents(self) -> list[str]:
         """Compare memory with what each sequence's computed tokens should have left there."""
@@ -241,22 +282,28 @@ class FakeKVWorker:
         for block in row.block_ids[first // self.block_size : last // self.block_size + 1]:
             assert num_readers[block] == 1, f"slot {slot} writes to block {block}, which others read"
 
-    def _compute(self, row: Row, count: int) -> None:
-        first, last = row.num_computed_tokens, row.num_computed_tokens + count
-        assert 1 <= count <= len(row.token_ids) - first, f"{count} tokens after {first} of {len(row.token_ids)}"
-        size, memory, blocks = self.block_size, self._memory, row.block_ids
-        digest = memory[blocks[(first - 1) // size] * size + (first - 1) % size] if first else _ROOT
+    def _compute(self, row: Row, count: int, drafts: list[int]) -> None:
+        first, last = row.num_computed_tokens, row.num_computed_tokens + count - len(drafts)
+        assert 1 <= last - first <= len(row.token_ids) - first, f"{count} tokens after {first} of {row.token_ids}"
+        assert not drafts or last == len(row.token_ids), "drafts come before known tokens"
+        digest = self._memory[self._place(row, first - 1)] if first else _ROOT
         for position in range(first, last):
             if row.num_prompt_logprobs is not None and first < position < row.num_prompt_tokens:
                 self._measure(row, position, digest)
             digest = extend_digest(digest, row.token_ids[position])
-            place = blocks[position // size] * size + position % size
-            memory[place] = digest
-            self._writers[place] = row.handle
+            self._write(row, position, digest)
         if row.num_prompt_logprobs is not None and last < row.num_prompt_tokens:
             self._measure(row, last, digest)
         row.last_digest = digest
         row.num_computed_tokens = last
+        for position, token_id in enumerate(drafts, start=last):
+            digest = extend_digest(digest, token_id)
+            self._write(row, position, digest)
+
+    def _write(self, row: Row, position: int, digest: int) -> None:
+        place = self._place(row, position)
+        self._memory[place] = digest
+        self._writers[place] = row.handle
 
     def _measure(self, row: Row, position: int, digest: int) -> None:
         assert row.num_prompt_logprobs is not None

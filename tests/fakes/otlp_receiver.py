@@ -30,7 +30,7 @@ class ReceivedSpan:
     has_error: bool
 
 
-class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]  # Generated without types.
+class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     """The endpoint; ``spans`` has what came so far."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore
 
     async def __aenter__(self) -> OtlpReceiver:
         self._server = grpc.aio.server()
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # Generated without types.
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
         return self

@@ -14,6 +14,10 @@
    request sleep until the first has its first token.
 6. *A hit* is the longest cached prefix, at least one token short of all that is known. A choice whose sibling has
    computed the prompt shares all of its blocks but the last, which is copied.
+7. *Drafts come last*: with speculation, and while few run, a sequence with one token to compute whose tokens are
+   all known computes drafts behind it, as far as budget and blocks reach that all others have left, short of its
+   last token and of any end token. After drafts that come to nothing it computes 1, 2, 4 … tokens without. While
+   a step with drafts is in flight, or one behind which somebody could draft, no other is sent.
 """
 
 from __future__ import annotations
@@ -23,9 +27,18 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from libs.kv import PrefixHash
+from services.engine.core.drafting import MAX_PAUSE_TOKENS
 from services.engine.core.output_forecast import OutputForecast
-from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
+from services.engine.core.scheduler_config import (
+    Admission,
+    Batching,
+    Layout,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from services.engine.core.scheduler_output import NewSequence, SchedulerOutput
 from services.engine.core.step_cost import StepCostModel, StepWork
 
@@ -67,12 +80,19 @@ class Running:
     handle: int
     order: tuple[float, int]
     priority: int
+    known_token_ids: list[int]
+    end_token_ids: frozenset[int]
+    has_unanswered_drafts: bool
     num_prompt_tokens: int
     num_tokens: int
     num_computed_tokens: int
     max_num_tokens: int
     num_output_expected: int
     block_ids: list[int]
+
+    @property
+    def num_unconfirmed(self) -> int:
+        return self.num_tokens - len(self.known_token_ids)
 
     @property
     def num_pending(self) -> int:
@@ -123,6 +143,22 @@ class _Budget:
             work = StepWork(len(rows), sum(row.num_computed_tokens for row in rows), 0)
             self.seconds_left = target - self.cost_model.predict_seconds(work)
 
+    def take_drafts(self, count: int, num_computed: int) -> int:
+        count = min(count, self.num_left)
+        if self.seconds_left is not None and count:
+            count = min(
+                count, self.cost_model.max_chunk_tokens(self.seconds_left, num_computed_tokens=num_computed)
+            )
+            self._pay(count, num_computed)
+        self.num_left -= count
+        return count
+
+    def _pay(self, count: int, num_computed: int) -> None:
+        assert self.seconds_left is not None
+        chunk = StepWork(count, 0, count * num_computed + count * count // 2)
+        nothing = StepWork(0, 0, 0)
+        self.seconds_left -= self.cost_model.predict_seconds(chunk) - self.cost_model.predict_seconds(nothing)
+
     def take_chunk(self, num_pending: int, num_computed: int, *, has_rivals: bool) -> int:
         count = min(num_pending, self.num_left)
         if has_rivals:
@@ -131,9 +167,7 @@ class _Budget:
         if self.seconds_left is not None and count:
             affordable = self.cost_model.max_chunk_tokens(self.seconds_left, num_computed_tokens=num_computed)
             count = min(count, max(affordable, self.config.block_size if self.is_first_chunk else 0))
-            chunk = StepWork(count, 0, count * num_computed + count * count // 2)
-            nothing = StepWork(0, 0, 0)
-            self.seconds_left -= self.cost_model.predict_seconds(chunk) - self.cost_model.predict_seconds(nothing)
+            self._pay(count, num_computed)
         self.is_first_chunk &= not count
         self.num_left -= count
         return count
@@ -152,6 +186,7 @@ class _Step:
     counts: dict[int, int] = field(default_factory=dict)
     missing: dict[int, int] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
+    decodes: list[int] = field(default_factory=list)
     decode_reads: int = 0
     prefill_pairs: int = 0
 
@@ -166,6 +201,17 @@ class _Step:
 
     def lacks(self, row: Running, num_tokens: int) -> int:
         return max(self.blocks_for(num_tokens) - len(row.block_ids), 0)
+
+    @property
+    def is_crowded(self) -> bool:
+        return self.config.speculation is None or len(self.rows) > self.config.speculation.max_drafting_seqs
+
+    def plan_drafts(self, row: Running, count: int, missing: int) -> None:
+        self.counts[row.handle] += count
+        self.missing[row.handle] += missing
+        self.decode_reads -= row.num_computed_tokens
+        total = count + 1
+        self.prefill_pairs += total * row.num_computed_tokens + total * total // 2
 
     def plan(self, row: Running, count: int, missing: int) -> None:
         self.counts[row.handle], self.missing[row.handle] = count, missing
@@ -210,6 +256,8 @@ class Referee:
         self._work_of: dict[int, list[PrefixHash]] = {}
         # How much of its hash chain the engine knows of each: a choice that forks is not hashed beforehand.
         self._num_hashed: dict[int, int] = {}
+        # After failed drafts: how many tokens a sequence went without, and how many it still does.
+        self._pauses: dict[int, tuple[int, int]] = {}
 
     # ---- what happens between steps ----
 
@@ -233,8 +281,16 @@ class Referee:
             done = set(life.chain[:num_full])
             self._drop(life.handle, [prefix_hash for prefix_hash in mine if prefix_hash in done])
 
+    def note_drafts(self, handle: int, num_accepted: int) -> None:
+        """Note how many of a sequence's drafts were right."""
+        if num_accepted:
+            self._pauses[handle] = (0, 0)
+        else:
+            self._pause(handle)
+
     def note_leaving(self, handle: int) -> None:
         """Note that a sequence has no slot any more."""
+        self._pauses.pop(handle, None)
         self._drop(handle, self._work_of.get(handle, ()))
 
     def note_end(self, handle: int) -> None:
@@ -249,6 +305,7 @@ class Referee:
         self,
         output: SchedulerOutput | None,
         *,
+        is_in_flight: bool,
         running: Sequence[Running],
         waiting: Mapping[int, Known],
         cached_before: Cached,
@@ -262,6 +319,10 @@ class Referee:
             {row.handle: row for row in running},
             Counter(block for row in running for block in row.block_ids),
         )
+        if is_in_flight and self._must_wait(step, running):
+            assert output is None, "a step was sent though one with drafts, or before some, is in flight"
+            assert cached_after == cached_before
+            return Facts((), (), ())
         was_empty = not running
         self._plan_running(step, has_line=any(handle not in self.asleep for handle in waiting))
         for handle in step.preempted:
@@ -281,6 +342,7 @@ class Referee:
                 admitted.append(handle)
                 expected.append(choice.num_expected)
         assert next(news, None) is None, "somebody was admitted who must wait"
+        self._check_drafts(output, step)
         assert cached_after == {h: b for h, b in cached_before.items() if b not in step.taken}
         if output is None:
             assert not step.counts, f"nothing is scheduled, but {sorted(step.counts)} could go on"
@@ -301,6 +363,7 @@ class Referee:
         num_promised = 0
         for row, missing in zip(decodes, lacking, strict=True):
             step.plan(row, 1, missing)
+            step.decodes.append(row.handle)
             num_promised += missing
         prompts = [row for row in rows if row.num_pending > 1]
         for row in prompts:
@@ -323,14 +386,72 @@ class Referee:
         if output is None:
             return
         num_old = len(output.slots) - len(output.new_sequences)
-        assert dict(
-            zip(output.handles[:num_old].tolist(), output.num_scheduled_tokens[:num_old].tolist(), strict=True)
-        ) == {**step.counts}
+        num_known = output.num_scheduled_tokens[:num_old].copy()
+        if output.drafts is not None:
+            num_known -= output.drafts.num_tokens[:num_old]
+            assert not output.drafts.num_tokens[num_old:].any(), "one that joins has drafts"
+        assert dict(zip(output.handles[:num_old].tolist(), num_known.tolist(), strict=True)) == {**step.counts}
         blocks_of = _new_blocks(output)
         for handle in output.handles[:num_old].tolist():
-            assert len(blocks_of[handle]) == step.missing[handle], f"blocks of handle {handle}"
-            step.hold(blocks_of[handle], is_new=True)
-            step.rows[handle].block_ids = step.rows[handle].block_ids + blocks_of[handle]
+            # What comes behind these is for drafts.
+            blocks = blocks_of[handle][: step.missing[handle]]
+            assert len(blocks) == step.missing[handle], f"blocks of handle {handle}"
+            step.hold(blocks, is_new=True)
+            step.rows[handle].block_ids = step.rows[handle].block_ids + blocks
+
+    def _must_wait(self, step: _Step, running: Sequence[Running]) -> bool:
+        if any(row.has_unanswered_drafts for row in running):
+            return True
+        return not step.is_crowded and any(self._could_draft(row) for row in running)
+
+    def _could_draft(self, row: Running) -> bool:
+        """Say whether drafts are likely behind the token that is being sampled."""
+        return self._pause_left(row.handle) == 0 and row.num_unconfirmed > 0 and bool(self._guess(row))
+
+    def _check_drafts(self, output: SchedulerOutput | None, step: _Step) -> None:
+        """Apply rule 7."""
+        given = _drafts(output)
+        blocks_of = _new_blocks(output) if output is not None else {}
+        for handle in step.decodes:
+            row, drafts = step.rows[handle], list[int]()
+            pause, left = self._pauses.get(handle, (0, 0))
+            if left:
+                self._pauses[handle] = (pause, left - 1)
+            elif not step.is_crowded and not row.num_unconfirmed:
+                guess = self._guess(row)
+                drafts = self._granted(step, row, guess)
+                if guess and not drafts:
+                    self._pause(handle)
+            assert given.pop(handle, []) == drafts, f"drafts of handle {handle}"
+            missing = step.lacks(row, row.num_computed_tokens + 1 + len(drafts))
+            blocks = blocks_of[handle][step.missing[handle] :]
+            assert len(blocks) == missing, f"blocks for the drafts of handle {handle}"
+            step.hold(blocks, is_new=True)
+            row.block_ids = row.block_ids + blocks
+            if drafts:
+                step.plan_drafts(row, len(drafts), missing)
+        assert not given, f"handles {sorted(given)} do not compute one token, but have drafts"
+
+    def _guess(self, row: Running) -> list[int]:
+        speculation = self.config.speculation
+        assert speculation is not None
+        num_wanted = min(speculation.num_draft_tokens, row.max_num_tokens - row.num_tokens - 1)
+        drafts = read_on(row.known_token_ids, speculation, num_wanted)
+        num_usable = next((i for i, token_id in enumerate(drafts) if token_id in row.end_token_ids), len(drafts))
+        return drafts[:num_usable]
+
+    def _granted(self, step: _Step, row: Running, drafts: list[int]) -> list[int]:
+        num_computed = row.num_computed_tokens + 1
+        room = (len(row.block_ids) + step.num_available) * self.config.block_size - num_computed
+        return drafts[: step.budget.take_drafts(min(len(drafts), room), num_computed)]
+
+    def _pause(self, handle: int) -> None:
+        pause, _ = self._pauses.get(handle, (0, 0))
+        pause = min(max(1, 2 * pause), MAX_PAUSE_TOKENS)
+        self._pauses[handle] = (pause, pause)
+
+    def _pause_left(self, handle: int) -> int:
+        return self._pauses.get(handle, (0, 0))[1]
 
     def _choose(self, step: _Step, line: Mapping[int, Known], cached: Cached, was_empty: bool) -> _Choice | None:
         """Return who is admitted next, and how (rules 4 to 6)."""
@@ -420,6 +541,9 @@ class Referee:
             handle=life.handle,
             order=life.order,
             priority=0,
+            known_token_ids=life.token_ids,
+            end_token_ids=frozenset(),
+            has_unanswered_drafts=False,
             num_prompt_tokens=life.num_prompt_tokens,
             num_tokens=len(life.token_ids),
             num_computed_tokens=new.num_computed_tokens,
@@ -452,6 +576,7 @@ class Referee:
         assert len(set(output.slots.tolist())) == len(output.slots) <= self.config.max_num_seqs
         assert all(0 <= slot < self.config.max_num_seqs for slot in output.slots.tolist())
         assert output.work == StepWork(output.num_tokens, step.decode_reads, step.prefill_pairs)
+        drafts_of = _drafts(output)
         assert len(output.block_copies) == sum(1 for new in output.new_sequences if _is_copied(new, output))
         for handle, count, after, is_sampled in zip(
             output.handles.tolist(),
@@ -461,8 +586,9 @@ class Referee:
             strict=True,
         ):
             row = step.rows[handle]
+            num_drafts = len(drafts_of.get(handle, ()))
             assert count == step.counts[handle] >= 1
-            assert after == row.num_computed_tokens + count <= row.num_tokens
+            assert after == row.num_computed_tokens + count - num_drafts <= row.num_tokens
             assert is_sampled == (after == row.num_tokens)
 
     # ---- who works on what ----
@@ -483,6 +609,20 @@ class Referee:
             self.asleep = {handle: other for handle, other in self.asleep.items() if other != key}
 
 
+def read_on(token_ids: list[int], speculation: SpeculationConfig, num_wanted: int) -> list[int]:
+    """Return what followed the last time that the longest of the last n-grams was said."""
+    if num_wanted < 1:
+        return []
+    for length in range(speculation.max_ngram_tokens, speculation.min_ngram_tokens - 1, -1):
+        for end in range(len(token_ids) - 1, length - 1, -1):
+            if token_ids[end - length : end] == token_ids[-length:]:
+                following = list(token_ids)
+                for place in range(num_wanted):
+                    following.append(following[end + place])
+                return following[len(token_ids) :]
+    return []
+
+
 def predicted_peak(ends: Iterable[tuple[int, int]], block_size: int) -> int:
     """Return the blocks at the worst moment, for sequences given by what remains and what is there.
 
@@ -494,6 +634,13 @@ def predicted_peak(ends: Iterable[tuple[int, int]], block_size: int) -> int:
         num_tokens += present
         peak = max(peak, (num_tokens + rank * remaining) // block_size + rank)
     return peak
+
+
+def _drafts(output: SchedulerOutput | None) -> dict[int, list[int]]:
+    if output is None or output.drafts is None:
+        return {}
+    parts = np.split(output.drafts.token_ids, np.cumsum(output.drafts.num_tokens)[:-1])
+    return {h: part.tolist() for h, part in zip(output.handles.tolist(), parts, strict=True) if len(part)}
 
 
 def _is_copied(new: NewSequence, output: SchedulerOutput) -> bool:

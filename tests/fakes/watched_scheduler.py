@@ -19,7 +19,16 @@ from services.engine.core.request import FinishReason, Request, SequenceEnd
 from services.engine.core.scheduler import Scheduler
 from services.engine.core.scheduler_config import SchedulerConfig
 from services.engine.core.scheduler_output import SchedulerOutput, StepEvents, StepResult
-from tests.fakes.kv_worker import Clock, FakeKVWorker, Row, Sampler, digests_of, extend_digest, with_failures
+from tests.fakes.kv_worker import (
+    Clock,
+    FakeKVWorker,
+    Row,
+    Sampler,
+    digests_of,
+    drafts_by_slot,
+    extend_digest,
+    with_failures,
+)
 from tests.fakes.scheduling_rules import Referee, Running
 
 
@@ -41,6 +50,8 @@ class Life:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     num_output_expected: int = 0
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
 
@@ -56,17 +67,19 @@ class Life:
     def tenant_id(self) -> str:
         return self.request.tenant_id
 
+    def end_token_ids(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+        criteria = self.request.stop_criteria
+        return criteria.stop_token_ids | frozenset(() if criteria.ignore_eos else eos_token_ids)
+
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def ends_with(self, token_id: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Say what the end should be once ``token_id`` is the last token."""
-        criteria = self.request.stop_criteria
-        is_eos = token_id in eos_token_ids and not criteria.ignore_eos
-        if is_eos or token_id in criteria.stop_token_ids:
+        if token_id in self.end_token_ids(eos_token_ids):
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_output_tokens >= criteria.max_output_tokens else None
+        return FinishReason.LENGTH if self.num_output_tokens >= self.max_output_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,7 @@ class _Flight:
     result: StepResult
     handle_of: dict[int, int]
     terms: dict[int, int]
+    drafts_of: dict[int, list[int]]
 
 
 class WatchedScheduler:
@@ -108,10 +122,14 @@ class WatchedScheduler:
         self.ends: dict[int, SequenceEnd] = {}
         self.num_preemptions = 0
         self.num_discarded_tokens = 0
+        self.num_accepted_drafts = 0
+        self.num_rejected_drafts = 0
         self._flights: deque[_Flight] = deque()
         # Preempted in a pass that sent no step: the worker has not heard of it.
         self._silently_preempted: set[int] = set()
         self._sample = sample
+        # Accepted drafts of which the worker knows already and the scheduler not yet.
+        self._num_unanswered_drafts: dict[int, int] = {}
         self._num_arrivals = 0
         self._salts: dict[int, bytes] = {}
         # What a block with this hash must contain, for all prefixes that ever were.
@@ -164,6 +182,7 @@ class WatchedScheduler:
         output = self.scheduler.schedule(self.now)
         facts = self.referee.check_step(
             output,
+            is_in_flight=bool(self._flights),
             running=running,
             waiting=waiting,
             cached_before=cached_before,
@@ -192,12 +211,12 @@ class WatchedScheduler:
         self.referee.note_answer(output.work, result.step_seconds)
         alive = {slot: handle for slot, handle in handle_of.items() if self._is_current(flight, handle)}
         expected_tokens = {
-            alive[slot]: token_id
-            for slot, token_id in zip(result.slots.tolist(), result.token_ids.tolist(), strict=True)
+            alive[slot]: token_ids
+            for slot, token_ids in _tokens_by(result.slots, result.num_tokens, result.token_ids).items()
             if slot in alive
         }
-        assert len(events.handles) == len(events.token_ids) == len(events.owners)
-        assert dict(zip(events.handles.tolist(), events.token_ids.tolist(), strict=True)) == expected_tokens
+        assert len(events.handles) == len(events.owners)
+        assert _tokens_by(events.handles, events.num_tokens, events.token_ids) == expected_tokens
         assert events.owners.tolist() == [self.lives[h].request.owner for h in events.handles.tolist()]
         failed = {handle for slot, handle in alive.items() if slot in failed_slots}
         if failed:
@@ -206,7 +225,9 @@ class WatchedScheduler:
             assert not untrusted.intersection(cached.values()), "blocks of a failed sequence can be found"
         for slot, after in zip(output.slots.tolist(), output.num_computed_tokens.tolist(), strict=True):
             if slot in alive and slot not in failed_slots:
-                self.referee.note_computed(self.lives[alive[slot]], after)
+                num_accepted = max(len(expected_tokens.get(alive[slot], ())) - 1, 0)
+                self.referee.note_computed(self.lives[alive[slot]], after + num_accepted)
+                self._note_answered_drafts(alive[slot], len(flight.drafts_of[slot]), num_accepted)
         self._check_ends(events, expected_tokens, failed)
         return events
 
@@ -317,7 +338,7 @@ class WatchedScheduler:
             len(life.token_ids) for life in self.waiting().values()
         )
         assert usage.num_allocated_tokens == sum(len(row.block_ids) for row in rows) * self.config.block_size
-        assert usage.num_computed_tokens == sum(row.num_computed_tokens for row in rows)
+        assert usage.num_computed_tokens == sum(map(self._num_computed_tokens, rows))
         assert self.scheduler.has_work == bool(self.lives)
         assert self.scheduler.num_requests == len({life.request.request_id for life in self.lives.values()})
 
@@ -332,7 +353,7 @@ class WatchedScheduler:
                 (handle, position, held.block_ids[position // size], num_lists[held.block_ids[position // size]])
                 for handle, life in self.lives.items()
                 if life.request.request_id == request_id and (held := row_of.get(handle)) is not None
-                for position in range(held.num_computed_tokens)
+                for position in range(self._num_computed_tokens(held))
             ]
             assert [
                 (entry.handle, entry.logical_token_index, entry.physical_block_id, entry.reference_count)
@@ -342,6 +363,7 @@ class WatchedScheduler:
     def _note_preemptions(self, preempted: tuple[int, ...]) -> None:
         for handle in preempted:
             self.lives[handle].num_preemptions += 1
+            self._num_unanswered_drafts.pop(handle, None)
         self.num_preemptions += len(preempted)
         assert self.scheduler.take_num_preemptions() == len(preempted)
 
@@ -365,7 +387,29 @@ class WatchedScheduler:
         terms = {handle: self.lives[handle].num_preemptions for handle in handle_of.values()}
         for handle, count in zip(output.handles.tolist(), output.num_scheduled_tokens.tolist(), strict=True):
             self.lives[handle].num_computed_tokens += count
-        self._flights.append(_Flight(step, result, handle_of, terms))
+        drafts_of = drafts_by_slot(output)
+        self._note_sent_drafts(drafts_of, result)
+        self._flights.append(_Flight(step, result, handle_of, terms, drafts_of))
+
+    def _note_sent_drafts(self, drafts_of: dict[int, list[int]], result: StepResult) -> None:
+        num_accepted = dict(zip(result.slots.tolist(), (result.num_tokens - 1).tolist(), strict=True))
+        for slot, drafts in drafts_of.items():
+            if drafts:
+                life = self.lives[self.worker.rows[slot].handle]
+                life.num_drafts += len(drafts)
+                # The last token that may come is sampled in any case, and never computed.
+                assert life.num_output_tokens + len(drafts) < life.max_output_tokens
+                assert len(life.token_ids) + len(drafts) < self.config.max_model_len
+                assert not life.end_token_ids(self.config.eos_token_ids).intersection(drafts)
+                self._num_unanswered_drafts[life.handle] = num_accepted[slot]
+
+    def _note_answered_drafts(self, handle: int, num_drafts: int, num_accepted: int) -> None:
+        if num_drafts:
+            del self._num_unanswered_drafts[handle]
+            self.lives[handle].num_accepted_drafts += num_accepted
+            self.num_accepted_drafts += num_accepted
+            self.num_rejected_drafts += num_drafts - num_accepted
+            self.referee.note_drafts(handle, num_accepted)
 
     def _is_current(self, flight: _Flight, handle: int) -> bool:
         """Say whether a sequence is still in the slot for which a step was sent."""
@@ -382,27 +426,32 @@ class WatchedScheduler:
         for index in range(first, len(life.chain)):
             self._contents_of[life.chain[index]] = life.digests[index * size : (index + 1) * size]
 
-    def _check_ends(self, events: StepEvents, token_of: dict[int, int], failed: set[int]) -> None:
+    def _check_ends(self, events: StepEvents, tokens_of: dict[int, list[int]], failed: set[int]) -> None:
         expected: dict[int, FinishReason | None] = dict.fromkeys(failed)
-        for handle, token_id in token_of.items():
+        for handle, token_ids in tokens_of.items():
             life = self.lives[handle]
-            next_token_id = self._sample(life.digests[-1], life.num_output_tokens, life.choice_index)
-            assert token_id == next_token_id, f"handle {handle} got {token_id}, the model says {next_token_id}"
-            life.token_ids.append(token_id)
-            life.digests.append(extend_digest(life.digests[-1], token_id))
-            self._learn_contents(life)
+            for token_id in token_ids:
+                assert handle not in expected, f"handle {handle} got a token after its end"
+                self._take_token(life, token_id)
+                reason = life.ends_with(token_id, self.config.eos_token_ids)
+                if reason is not None:
+                    expected[handle] = reason
             if life.first_token_time is None:
                 life.first_token_time = self.now
                 self.referee.note_first_token(handle)
-            reason = life.ends_with(token_id, self.config.eos_token_ids)
-            if reason is not None:
-                expected[handle] = reason
         assert {end.handle for end in events.ends} == expected.keys()
         for end in events.ends:
             reason = expected[end.handle]
             is_stop = reason is FinishReason.STOP
-            assert end.stop_token_id == (token_of[end.handle] if is_stop else None)
+            assert end.stop_token_id == (tokens_of[end.handle][-1] if is_stop else None)
             self._close(end, reason=reason, error=None if reason else InvalidLogits)
+
+    def _take_token(self, life: Life, token_id: int) -> None:
+        next_token_id = self._sample(life.digests[-1], life.num_output_tokens, life.choice_index)
+        assert token_id == next_token_id, f"handle {life.handle} got {token_id}, the model says {next_token_id}"
+        life.token_ids.append(token_id)
+        life.digests.append(extend_digest(life.digests[-1], token_id))
+        self._learn_contents(life)
 
     def _close_all(
         self,
@@ -421,6 +470,7 @@ class WatchedScheduler:
         num_discarded = self._num_discarded(end.handle)
         life, usage = self.lives.pop(end.handle), end.usage
         self.ends[end.handle] = end
+        self._num_unanswered_drafts.pop(end.handle, None)
         self.referee.note_end(end.handle)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.referee.forecast.note(life.tenant_id, life.num_output_tokens)
@@ -443,9 +493,11 @@ class WatchedScheduler:
         assert usage.decode_seconds == self.now - first_token
         if not life.num_preemptions and not life.num_prior_output_tokens and life.first_token_time is not None:
             # The last token is never computed, but for those that were sampled in vain or failed.
-            total = usage.num_cached_tokens + usage.num_computed_tokens
+            num_known = (
+                usage.num_cached_tokens + usage.num_computed_tokens - life.num_drafts + life.num_accepted_drafts
+            )
             is_failed = error is InvalidLogits
-            assert total - len(life.token_ids) == num_discarded - 1 + is_failed
+            assert num_known - len(life.token_ids) == num_discarded - 1 + is_failed
 
     def _num_discarded(self, handle: int) -> int:
         """Count the steps in flight that sample a token for a sequence that ends now."""
@@ -463,16 +515,29 @@ class WatchedScheduler:
             if row.handle in self.lives and row.handle not in self._silently_preempted
         ]
 
+    def _num_computed_tokens(self, row: Row) -> int:
+        """Return how many tokens the scheduler knows to be computed."""
+        return row.num_computed_tokens - self._num_unanswered_drafts.get(row.handle, 0)
+
     def _view(self, row: Row) -> Running:
         life = self.lives[row.handle]
         return Running(
             handle=row.handle,
             order=life.order,
             priority=life.request.priority,
+            known_token_ids=life.token_ids,
+            end_token_ids=life.end_token_ids(self.config.eos_token_ids),
+            has_unanswered_drafts=row.handle in self._num_unanswered_drafts,
             num_prompt_tokens=row.num_prompt_tokens,
-            num_tokens=len(row.token_ids),
-            num_computed_tokens=row.num_computed_tokens,
+            num_tokens=len(row.token_ids) - self._num_unanswered_drafts.get(row.handle, 0),
+            num_computed_tokens=self._num_computed_tokens(row),
             max_num_tokens=row.num_prompt_tokens + life.max_output_tokens,
             num_output_expected=life.num_output_expected,
             block_ids=list(row.block_ids),
         )
+
+
+def _tokens_by(keys: np.ndarray, num_tokens: np.ndarray, token_ids: np.ndarray) -> dict[int, list[int]]:
+    assert num_tokens.sum() == len(token_ids)
+    parts = np.split(token_ids, np.cumsum(num_tokens)[:-1])
+    return {key: part.tolist() for key, part in zip(keys.tolist(), parts, strict=False)}

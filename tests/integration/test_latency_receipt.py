@@ -200,11 +200,14 @@ async def test_the_receipt_of_a_client_that_left_is_in_the_log(stand: Stand) -> 
         await response.content.readline()
 
     async with asyncio.timeout(5):
-        while not (found := [event for event in stand.gateway.log if "timings" in event]):
+        while not (found := [event for event in stand.gateway.log if _is_receipt_of(request_id, event)]):
             await asyncio.sleep(0.02)
     [event] = found
-    assert event["request_id"] == request_id
     assert check_sum(event["timings"])["prefill"] >= 20_000
+
+
+def _is_receipt_of(request_id: str, event: dict[str, Any]) -> bool:
+    return "timings" in event and event["request_id"] == request_id
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -243,16 +246,16 @@ async def test_a_second_request_on_a_connection_does_not_count_the_pause_before_
     """Nor does one whose body comes late lose the time that it took to come."""
     async with aiohttp.ClientSession(stand.gateway.base_url, connector=aiohttp.TCPConnector(limit=1)) as http:
         receipts = []
-        for delay_seconds in (0.0, 0.3):
-            await asyncio.sleep(0.4)
+        for pause_seconds, delay_seconds in ((0.0, 0.0), (1.0, 0.3)):
+            await asyncio.sleep(pause_seconds)
             body = json.dumps({"model": MODEL_NAME, "messages": TURNS, "timings": True}).encode()
             headers = {"Content-Type": "application/json"}
             data = _slowly(body, delay_seconds)
             async with http.post("/v1/chat/completions", data=data, headers=headers) as response:
                 receipts.append((await response.json())["timings"])
 
-    assert receipts[0]["segments_us"]["receive"] < 300_000
-    assert 300_000 <= receipts[1]["segments_us"]["receive"] < 600_000
+    # The pause would make it 1.3 s.
+    assert 250_000 <= receipts[1]["segments_us"]["receive"] < 1_000_000
 
 
 async def _slowly(body: bytes, delay_seconds: float) -> AsyncIterator[bytes]:
@@ -296,7 +299,7 @@ async def test_of_the_real_models_time_next_to_nothing_is_unattributed(running_o
         async with aiohttp.ClientSession(octavo.base_url) as http:
             for number in range(20):
                 turns = [{"role": "user", "content": f"Count from {number} on, please."}]
-                body = {"messages": turns, "model": MODEL_NAME, "timings": True, "max_tokens": 12}
+                body = {"messages": turns, "model": MODEL_NAME, "timings": True, "max_tokens": 8}
                 raw = await _post(http, body | {"stream": bool(number % 2)})
                 receipts.append(events_of(raw)[-2]["timings"] if number % 2 else json.loads(raw)["timings"])
 

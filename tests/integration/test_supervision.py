@@ -75,6 +75,15 @@ def test_starts_a_killed_process_again_at_the_same_address(octavo: RunningOctavo
     assert after["num_restarts"] == before["num_restarts"] + 1
 
 
+def test_a_worker_that_answers_nothing_is_killed_and_started_again(running_octavo: StartOctavo) -> None:
+    with running_octavo("--worker-silence-seconds", "2", command=_FAKES) as octavo:
+        frozen = octavo.kill("worker-0", signal.SIGSTOP)
+
+        octavo.wait_until_healthy("worker-0", after_pid=frozen)
+
+        octavo.wait_for_stderr("process does not answer and is killed")
+
+
 def test_valkey_keeps_its_data_over_a_kill(octavo: RunningOctavo) -> None:
     octavo.wait_until_healthy("valkey")
     client: Redis = Redis.from_url(octavo.state()["redis_url"])

@@ -70,12 +70,12 @@ async def stream_to_its_end(session: aiohttp.ClientSession, started: asyncio.Eve
         started.set()
 
 
-async def served_again(session: aiohttp.ClientSession) -> dict[str, Any]:
+async def served_again(session: aiohttp.ClientSession, **fields: Any) -> dict[str, Any]:
     """Return the first good answer after a death; everything until then must be a clear error."""
     async with asyncio.timeout(45):
         while True:
             try:
-                status, body = await complete(session, max_tokens=3)
+                status, body = await complete(session, **({"max_tokens": 3} | fields))
             except aiohttp.ClientError:
                 # Only when the gateway itself is away.
                 await asyncio.sleep(0.1)

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from libs.errors import DuplicateRequest, Overloaded, WorkerLost
 from services.engine.core.request import Request
-from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
-from tests.fakes.kv_worker import greedy, step_times
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig, SpeculationConfig
+from tests.fakes.kv_worker import greedy, repetitive, step_times
 from tests.fakes.requests import make_request
 from tests.fakes.watched_scheduler import Life, WatchedScheduler
 from tests.model.budgets import machine_settings
@@ -47,6 +47,13 @@ _configs = st.builds(
     admission=st.sampled_from((Admission.WATERMARK, Admission.WATERMARK, Admission.PREDICTED_PEAK)),
     batching=st.sampled_from((Batching.CONTINUOUS, Batching.CONTINUOUS, Batching.CONTINUOUS, Batching.STATIC)),
     layout=st.sampled_from((Layout.PAGED, Layout.PAGED, Layout.PAGED, Layout.CONTIGUOUS)),
+    speculation=st.sampled_from(
+        (
+            None,
+            SpeculationConfig(num_draft_tokens=4, min_ngram_tokens=1, max_ngram_tokens=3, max_drafting_seqs=6),
+            SpeculationConfig(num_draft_tokens=2, min_ngram_tokens=2, max_ngram_tokens=2, max_drafting_seqs=2),
+        )
+    ),
 )
 # Decodes, reads and prompts all cost something, and no step takes exactly what the model says.
 _NOISE = (0.0, 0.1, -0.05, 0.2, -0.15)
@@ -76,9 +83,8 @@ def _requests(draw: st.DrawFn) -> Request:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(config=_configs)
     def begin(self, config: SchedulerConfig) -> None:
-        self.watched = WatchedScheduler(
-            config, greedy(_VOCAB_SIZE), seconds_of=step_times(1e-3, 1e-4, 1e-6, 1e-6, _NOISE)
-        )
+        sample = greedy(_VOCAB_SIZE) if config.speculation is None else repetitive(_VOCAB_SIZE, period=3)
+        self.watched = WatchedScheduler(config, sample, seconds_of=step_times(1e-3, 1e-4, 1e-6, 1e-6, _NOISE))
         self.num_requests = 0
 
     @rule(requests=st.lists(_requests(), min_size=2, max_size=4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from libs.errors import WorkerLost
-from services.engine.core.scheduler_config import Admission, Batching, Layout
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SpeculationConfig
 from tests.fakes.kv_worker import step_times
 from tests.sim.transcript import Stage
 
@@ -538,6 +538,25 @@ def decodes_fill_the_budget() -> Stage:
     return stage
 
 
+def drafts() -> Stage:
+    """a says what its prompt says: four drafts a step are right until it ends; one step is in flight meanwhile."""
+    stage = _stage(drafts, max_steps_in_flight=2, speculation=SpeculationConfig())
+    stage.add("a", "x6 o12 x8", out=20)
+    stage.add("b", "y20", out=8)
+    stage.run()
+    return stage
+
+
+def drafts_give_way() -> Stage:
+    """The prompt of b leaves a no budget for drafts: a goes on without for a token, then drafts in what is left."""
+    stage = _stage(drafts_give_way, num_blocks=5, max_num_batched_tokens=24, speculation=SpeculationConfig())
+    stage.add("a", "o14", out=10)
+    stage.step(2)
+    stage.add("b", "y40", out=6)
+    stage.run()
+    return stage
+
+
 def refusals() -> Stage:
     """What can never be served is refused at once, and so is one too many in line."""
     stage = _stage(refusals, num_blocks=4, max_model_len=100, max_waiting_sequences=2)
@@ -605,6 +624,8 @@ SCENARIOS: dict[str, Script] = {
         invalid_logits,
         failure_in_a_prompt_chunk,
         decodes_fill_the_budget,
+        drafts,
+        drafts_give_way,
         refusals,
     )
 }

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from libs.errors import Overloaded, WorkerLost
 from services.engine.core.request import Request, SequenceEnd
-from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
-from tests.fakes.kv_worker import greedy, step_times
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig, SpeculationConfig
+from tests.fakes.kv_worker import greedy, repetitive, step_times
 from tests.fakes.requests import make_request
 from tests.fakes.watched_scheduler import WatchedScheduler
 
@@ -49,6 +49,8 @@ class Outcome:
     num_cached_tokens: int
     num_computed_tokens: int
     num_discarded_tokens: int
+    num_accepted_drafts: int
+    num_rejected_drafts: int
 
 
 class Simulation:
@@ -149,12 +151,26 @@ class Simulation:
             admission=draw.choice((Admission.PREDICTED_PEAK, Admission.WATERMARK, Admission.WATERMARK)),
             batching=draw.choice((*[Batching.CONTINUOUS] * 7, Batching.STATIC)),
             layout=draw.choice((*[Layout.PAGED] * 7, Layout.CONTIGUOUS)),
+            speculation=self._draw_speculation(),
+        )
+
+    def _draw_speculation(self) -> SpeculationConfig | None:
+        # A generator of its own, so that who does not speculate lives as before.
+        draw = random.Random(f"speculation {self._seed}")
+        if draw.random() < 0.5:
+            return None
+        min_ngram_tokens = draw.choice((1, 1, 2, 2, 3))
+        return SpeculationConfig(
+            num_draft_tokens=draw.choice((1, 3, 4, 8)),
+            min_ngram_tokens=min_ngram_tokens,
+            max_ngram_tokens=min_ngram_tokens + draw.choice((0, 2)),
+            max_drafting_seqs=draw.choice((2, 8, 16)),
         )
 
     def _begin(self) -> WatchedScheduler:
         return WatchedScheduler(
             self._config,
-            greedy(_VOCAB_SIZE),
+            greedy(_VOCAB_SIZE) if self._config.speculation is None else repetitive(_VOCAB_SIZE, period=5),
             handles=self._handles,
             seconds_of=step_times(1e-3, 1e-4, 1e-6, 1e-6, _NOISE),
         )
@@ -164,6 +180,8 @@ class Simulation:
         self._ends += self._watched.ends.values()
         self._tally["preemptions"] += self._watched.num_preemptions
         self._tally["copies"] += self._watched.worker.num_copies
+        self._tally["accepted drafts"] += self._watched.num_accepted_drafts
+        self._tally["rejected drafts"] += self._watched.num_rejected_drafts
         self._tally["sleeps"] += self._watched.referee.num_sleeps
 
     def _note_evictions(self) -> None:
@@ -185,6 +203,8 @@ class Simulation:
             num_cached_tokens=sum(end.usage.num_cached_tokens for end in self._ends),
             num_computed_tokens=sum(end.usage.num_computed_tokens for end in self._ends),
             num_discarded_tokens=sum(end.usage.num_discarded_tokens for end in self._ends),
+            num_accepted_drafts=self._tally["accepted drafts"],
+            num_rejected_drafts=self._tally["rejected drafts"],
         )
 
     def _request(self, request_id: str) -> Request:

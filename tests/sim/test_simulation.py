@@ -34,6 +34,8 @@ def test_the_seeds_cover_what_they_are_for(outcomes: dict[int, Outcome]) -> None
     assert sum(life.num_worker_losses for life in lives) > 100
     assert sum(life.num_refused for life in lives) > 1_000
     assert sum(life.num_cached_tokens for life in lives) > 100_000
+    assert sum(life.num_accepted_drafts for life in lives) > 10_000
+    assert sum(life.num_rejected_drafts for life in lives) > 10_000
     reasons = {reason for life in lives for reason in life.ends}
     assert reasons == {"stop", "length", "aborted", "DeadlineExceeded", "InvalidLogits", "WorkerLost"}
     configs = [life.config for life in lives]

@@ -9,7 +9,8 @@ A transcript reads like this; positions count from zero, a step takes one second
     t=3  end a: length; output 3, cached 0, computed 42
 
 ``hit 0 1`` are shared blocks, ``copy 3 to 5`` is a block that is copied before it is written, ``new 2`` are
-allocated ones, ``> 100`` is the sampled token, once it is answered. ``asleep`` are those who wait for another one's
+allocated ones, ``drafts 101 102`` are computed behind the known tokens, ``> 100`` is what was accepted of them and
+the sampled token, once it is answered. ``asleep`` are those who wait for another one's
 work. A line about blocks follows each answer since which their states changed.
 """
 
@@ -19,11 +20,13 @@ import re
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+
 from libs.errors import OctavoError
 from libs.kv.block_pool import BlockCounts
 from services.engine.core.request import SequenceEnd
-from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig
-from tests.fakes.kv_worker import Clock, counting
+from services.engine.core.scheduler_config import Admission, Batching, Layout, SchedulerConfig, SpeculationConfig
+from tests.fakes.kv_worker import Clock, counting, drafts_by_slot
 from tests.fakes.requests import make_request
 from tests.fakes.watched_scheduler import Step, WatchedScheduler
 
@@ -61,6 +64,7 @@ class Stage:
         admission: Admission = Admission.WATERMARK,
         batching: Batching = Batching.CONTINUOUS,
         layout: Layout = Layout.PAGED,
+        speculation: SpeculationConfig | None = None,
         seconds_of: Clock | None = None,
     ) -> None:
         self.lines = [title, ""]
@@ -81,6 +85,7 @@ class Stage:
                 admission=admission,
                 batching=batching,
                 layout=layout,
+                speculation=speculation,
             ),
             counting(_FIRST_OUTPUT_ID),
             seconds_of=seconds_of,
@@ -96,6 +101,7 @@ class Stage:
             f"{max_steps_in_flight} steps in flight" if max_steps_in_flight > 1 else "",
             f"a prompt takes {max_prefill_share:g} of a step" if max_prefill_share < 1 else "",
             f"target {target_itl_seconds:g} s a step" if target_itl_seconds is not None else "",
+            f"{speculation.num_draft_tokens} drafts" if speculation is not None else "",
         ]
         self._say(
             f"{num_blocks} blocks of 16, watermark {watermark}, {max_num_batched_tokens} tokens a step, "
@@ -195,10 +201,14 @@ class Stage:
         """Take the answer to the oldest step in flight."""
         events = self._watched.apply(lambda handle: self._names[handle] == failing)
         self._watched.check()
-        token_of = dict(zip(events.handles.tolist(), events.token_ids.tolist(), strict=True))
+        parts = np.split(events.token_ids, np.cumsum(events.num_tokens)[:-1])
+        tokens_of = {
+            handle: " ".join(map(str, part.tolist()))
+            for handle, part in zip(events.handles.tolist(), parts, strict=False)
+        }
         number = self._step_lines.popleft()
         self.lines[number] = re.sub(
-            r"\{(\d+)\}", lambda match: f" > {token_of.get(int(match[1]), 'nothing')}", self.lines[number]
+            r"\{(\d+)\}", lambda match: f" > {tokens_of.get(int(match[1]), 'nothing')}", self.lines[number]
         )
         self._say_ends(events.ends)
         self._say_blocks()
@@ -240,6 +250,7 @@ class Stage:
         output = step.output
         blocks_of = {new.slot: new.block_ids for new in output.new_sequences}
         source_of = {copy.target_block_id: copy.source_block_id for copy in output.block_copies}
+        drafts_of = drafts_by_slot(output)
         parts = []
         position = 0
         for slot, handle, num_tokens, after, num_new_blocks, is_sampled in zip(
@@ -256,9 +267,12 @@ class Stage:
             first_blocks = blocks_of.get(slot, ())
             hit = [str(block) for block in first_blocks if block not in source_of]
             copies = [f"copy {source_of[block]} to {block}" for block in first_blocks if block in source_of]
+            drafts = drafts_of[slot]
+            num_known = num_tokens - len(drafts)
             parts.append(
-                f"{self._names[handle]} {after - num_tokens}"
-                + (f"-{after - 1}" if num_tokens > 1 else "")
+                f"{self._names[handle]} {after - num_known}"
+                + (f"-{after - 1}" if num_known > 1 else "")
+                + (f" drafts {' '.join(map(str, drafts))}" if drafts else "")
                 + (f" hit {' '.join(hit)}" if hit else "")
                 + (f" {' '.join(copies)}" if copies else "")
                 + (f" new {' '.join(map(str, blocks))}" if blocks else "")

@@ -18,7 +18,7 @@ from services.engine.core.sequence_table import SequenceTable, Slots
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotLogprobs:
-    """Those of the tokens that a step sampled for ``slots``, one each."""
+    """Those of the tokens that a step gave; ``slots[i]`` got the i-th, and may come several times in a row."""
 
     slots: Slots
     tokens: TokenLogprobs
@@ -54,27 +54,31 @@ class HandleLogprobs:
         )
 
 
-def output_logprobs(table: SequenceTable, slots: Slots, answered: SlotLogprobs | None) -> HandleLogprobs | None:
-    """Return those of the sequences in ``slots``, which have got a token; others have left meanwhile.
+def output_logprobs(
+    table: SequenceTable, slots: Slots, num_tokens: npt.NDArray[np.int64], answered: SlotLogprobs | None
+) -> HandleLogprobs | None:
+    """Return those of the sequences in ``slots``, which have got ``num_tokens``; others have left meanwhile.
 
     Raises:
         InternalError: when the worker has not measured exactly those that want it.
     """
     if answered is None and not table.num_wanting_logprobs:
         return None
-    wanting = slots[table.wants_logprobs[slots]]
+    is_wanting = table.wants_logprobs[slots]
+    wanting, counts = slots[is_wanting], num_tokens[is_wanting]
     measured = answered.slots if answered is not None else slots[:0]
     is_taken = np.isin(measured, slots)
-    if not np.array_equal(measured[is_taken], wanting):
+    if not np.array_equal(measured[is_taken], np.repeat(wanting, counts)):
         raise InternalError(
-            f"Log-probabilities are wanted of slots {wanting.tolist()}, but came of {measured.tolist()}."
+            f"Log-probabilities are wanted of {counts.tolist()} tokens of slots {wanting.tolist()}, but came of "
+            f"{measured.tolist()}."
         )
     if answered is None or not len(wanting):
         return None
     return HandleLogprobs(
         table.handles[wanting].copy(),
         table.owners[wanting].copy(),
-        np.ones(len(wanting), np.int64),
+        counts,
         answered.tokens.take(is_taken),
     )
 

@@ -41,8 +41,9 @@ class Request:
     that asked, ``deadline`` a point on the caller's clock. ``choices`` holds, for each choice, the output ids that
     were emitted elsewhere before this engine took over. ``num_logprobs`` and ``num_prompt_logprobs`` are the
     alternatives beside the log-probabilities of output and prompt tokens; None wants neither. With
-    ``stall_bound_seconds`` timings are kept: every gap between two tokens that is longer is told. ``traceparent``
-    is the W3C trace context of whoever asked.
+    ``stall_bound_seconds`` timings are kept: every gap between two tokens that is longer is told, and how long the
+    first token took since ``received_time`` on the caller's clock. ``traceparent`` is the W3C trace context of
+    whoever asked.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class Request:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     stall_bound_seconds: float | None = None
+    received_time: float | None = None
     traceparent: str | None = None
 
 
@@ -151,10 +153,12 @@ class Sequence:
         assert self.timings is not None, f"handle {self.handle} asked for no timings"
         assert self.first_scheduled_time is not None, f"handle {self.handle} was never scheduled"
         assert self.first_token_time is not None, f"handle {self.handle} has no token yet"
+        received_time = self.request.received_time
         return FirstToken(
             handle=self.handle,
             owner=self.request.owner,
-            queue_seconds=self.first_scheduled_time - self.arrival_time,
+            queue_seconds=self.first_scheduled_time
+            - (self.arrival_time if received_time is None else received_time),
             prefill_seconds=self.first_token_time - self.first_scheduled_time,
             num_cached_tokens=self.num_cached_tokens or 0,
             misses=self.timings.misses,

@@ -32,6 +32,7 @@ from services.engine.core.admission_rules import (
 )
 from services.engine.core.block_layout import ContiguousLayout, PagedLayout
 from services.engine.core.deadlines import DeadlineQueue
+from services.engine.core.drafting import Drafting, ranges, refuse_wrong_drafts
 from services.engine.core.finish import FinishRules
 from services.engine.core.kv_cache_manager import KVCacheManager, PrefixHit
 from services.engine.core.logprobs import output_logprobs, prompt_logprobs
@@ -44,6 +45,7 @@ from services.engine.core.scheduler_config import Admission, Batching, Layout, S
 from services.engine.core.scheduler_load import KVUsage, SchedulerLoad
 from services.engine.core.scheduler_output import (
     NewSequence,
+    NewTokens,
     PageTableRow,
     SchedulerOutput,
     StepEvents,
@@ -52,7 +54,7 @@ from services.engine.core.scheduler_output import (
 from services.engine.core.sequence_table import SequenceTable, Slots
 from services.engine.core.stall_watch import StallWatch
 from services.engine.core.step_cost import StepCostModel, StepWork
-from services.engine.core.step_plan import Counts, StepPlan
+from services.engine.core.step_plan import Counts, Flags, StepPlan
 from services.engine.core.submission_rules import refuse_unservable
 from services.engine.core.timings import FirstToken, Timings
 from services.engine.core.token_budget import TokenBudget
@@ -87,6 +89,11 @@ class Scheduler:
         self._cost_model = StepCostModel()
         self._stall_watch = StallWatch(self._table)
         self._admission_rules = self._make_admission_rules()
+        self._drafting = (
+            Drafting(config.speculation, self._table, self._manager, config.eos_token_ids)
+            if config.speculation is not None
+            else None
+        )
         self._sequences: dict[str, list[Sequence]] = {}
         self._num_arrivals = 0
         self._next_step_id = 1
@@ -282,11 +289,13 @@ class Scheduler:
     # ---- a step ----
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step, or return None when nothing can be computed.
+        """Decide the next step, or return None when nothing can be computed before an answer or a request comes.
 
         The caller asks only while ``can_schedule``.
         """
         assert self.can_schedule, f"{len(self._in_flight)} steps are in flight already"
+        if self._drafting is not None and self._in_flight and self._drafting.awaits_answer:
+            return None
         plan = StepPlan(
             TokenBudget(
                 self.config.max_num_batched_tokens,
@@ -299,6 +308,8 @@ class Scheduler:
         was_preempted = self._schedule_running(plan)
         if not was_preempted:
             self._admit_waiting(plan, now)
+        if self._drafting is not None:
+            self._drafting.add_drafts(plan, plan.decodes)
         return self._seal(plan) if plan.slots else None
 
     def apply(self, result: StepResult, now: float) -> StepEvents:
@@ -319,32 +330,37 @@ class Scheduler:
         errors = {failure.slot: failure.error for failure in result.failures}
         ends = [self._end_failed(slot, errors[slot], now) for slot in output.slots[is_alive & is_failed].tolist()]
         is_alive &= table.terms[output.slots] == terms
-        alive_slots = output.slots[is_alive]
-        self._commit(alive_slots, output.num_computed_tokens[is_alive])
+        new = self._append_tokens(output, result, is_alive, is_failed)
+        alive_slots, slots = output.slots[is_alive], new.slots
+        self._commit(alive_slots, new.num_computed_tokens[is_alive])
         of_prompts = prompt_logprobs(table, alive_slots, result.prompt_logprobs)
-
-        is_answered = is_alive & output.is_sampled
-        slots, positions = output.slots[is_answered], output.num_computed_tokens[is_answered]
-        token_ids = result.token_ids[is_answered[output.is_sampled & ~is_failed]]
-        table.token_ids[slots, positions] = token_ids
         first_tokens = self._note_first_tokens(slots, now)
         if table.num_wanting_timings:
             self._stall_watch.note(output, result.step_seconds, slots, now)
         handles, owners = table.handles[slots].copy(), table.owners[slots].copy()
-        of_output = output_logprobs(table, slots, result.output_logprobs)
-        is_stopped = self._finish_rules.find_stopped(table, slots, token_ids)
-        is_ended = is_stopped | (positions + 1 >= table.max_num_tokens[slots])
+        of_output = output_logprobs(table, slots, new.num_tokens, result.output_logprobs)
+        # No draft is an end token, so none comes before the last one.
+        is_stopped = self._finish_rules.find_stopped(table, slots, new.last_token_ids)
+        is_ended = is_stopped | (new.num_known_tokens >= table.max_num_tokens[slots])
         ends += [
             self._end(
                 table.sequence_at(int(slots[index])),
                 now,
                 reason=FinishReason.STOP if is_stopped[index] else FinishReason.LENGTH,
-                stop_token_id=int(token_ids[index]) if is_stopped[index] else None,
+                stop_token_id=int(new.last_token_ids[index]) if is_stopped[index] else None,
             )
             for index in np.flatnonzero(is_ended).tolist()
         ]
         return StepEvents(
-            output.step_id, handles, owners, token_ids, tuple(ends), of_output, of_prompts, first_tokens
+            output.step_id,
+            handles,
+            owners,
+            new.num_tokens,
+            new.token_ids,
+            tuple(ends),
+            of_output,
+            of_prompts,
+            first_tokens,
         )
 
     # ---- parts of schedule ----
@@ -367,7 +383,7 @@ class Scheduler:
         if len(decodes):
             plan.budget.take_decodes(len(decodes), int(table.num_computed_tokens[decodes].sum()))
             new_block_ids = self._manager.allocate(decodes, missing) if missing.any() else _NO_BLOCKS
-            plan.add(decodes, np.ones(len(decodes), np.int64), missing, new_block_ids)
+            plan.add_decodes(decodes, missing, new_block_ids)
         for slot in table.in_line(prompts).tolist() if len(prompts) else ():
             has_rivals = len(prompts) > 1 or self._queue.peek() is not None
             was_preempted |= self._continue_prompt(plan, slot, has_rivals=has_rivals)
@@ -465,6 +481,8 @@ class Scheduler:
         self, plan: StepPlan, sequence: Sequence, hit: PrefixHit, num_tokens: int, expected: int, now: float
     ) -> None:
         slot = self._table.take(sequence, expected_output_tokens=expected)
+        if self._drafting is not None:
+            self._drafting.begin(slot)
         copy = self._manager.start(slot, hit)
         if copy is not None:
             plan.block_copies.append(copy)
@@ -499,6 +517,10 @@ class Scheduler:
         slots, num_tokens = np.concatenate(plan.slots), np.concatenate(plan.num_tokens)
         before = table.num_computed_tokens[slots]
         after = before + num_tokens
+        drafts = plan.joined_drafts(len(slots))
+        if drafts is not None:
+            # They count as computed once they are accepted.
+            after -= drafts.num_tokens
         table.num_computed_tokens[slots] = after
         table.work_done[slots] += num_tokens
         is_sampled = after == table.num_tokens[slots]
@@ -524,6 +546,7 @@ class Scheduler:
                 decode_context_tokens=int(before[~is_chunk].sum()),
                 prefill_pairs=int((chunks * before[is_chunk] + chunks * chunks // 2).sum()),
             ),
+            drafts=drafts,
         )
         self._next_step_id += 1
         self._ended_slots.clear()
@@ -542,6 +565,26 @@ class Scheduler:
 
     # ---- parts of apply ----
 
+    def _append_tokens(
+        self, output: SchedulerOutput, result: StepResult, is_alive: Flags, is_failed: Flags
+    ) -> NewTokens:
+        """Write what the sequences got that are still there."""
+        is_answered = is_alive & output.is_sampled
+        is_taken = is_answered[output.is_sampled & ~is_failed]
+        slots, num_tokens = output.slots[is_answered], result.num_tokens[is_taken]
+        positions = output.num_computed_tokens[is_answered]
+        if output.drafts is None or self._drafting is None:
+            token_ids = result.token_ids[is_taken]
+            self._table.token_ids[slots, positions] = token_ids
+            return NewTokens(slots, num_tokens, token_ids, token_ids, positions + 1, output.num_computed_tokens)
+        token_ids = result.token_ids[np.repeat(is_taken, result.num_tokens)]
+        self._table.token_ids[np.repeat(slots, num_tokens), ranges(positions, num_tokens)] = token_ids
+        self._drafting.take_answer(output, is_answered, num_tokens)
+        num_computed_tokens = output.num_computed_tokens.copy()
+        num_computed_tokens[is_answered] += num_tokens - 1
+        last_token_ids = token_ids[np.cumsum(num_tokens) - 1]
+        return NewTokens(slots, num_tokens, token_ids, last_token_ids, positions + num_tokens, num_computed_tokens)
+
     def _commit(self, slots: Slots, num_computed_tokens: Counts) -> None:
         """Make full blocks findable and wake those that waited for them."""
         for handle, hashes in self._manager.commit(slots, num_computed_tokens).items():
@@ -552,11 +595,12 @@ class Scheduler:
         failed = [failure.slot for failure in result.failures]
         expected = output.slots[output.is_sampled & ~np.isin(output.slots, failed)]
         is_foreign = not np.isin(failed, output.slots).all()
-        if is_foreign or not np.array_equal(expected, result.slots) or len(result.slots) != len(result.token_ids):
+        if is_foreign or not np.array_equal(expected, result.slots):
             raise InternalError(
                 f"Step {output.step_id} should have sampled slots {expected.tolist()}, "
                 f"but the worker answered for {result.slots.tolist()} and failed {failed}."
             )
+        refuse_wrong_drafts(output, result)
 
     def _note_first_tokens(self, slots: Slots, now: float) -> tuple[FirstToken, ...]:
         first_tokens: list[FirstToken] = []

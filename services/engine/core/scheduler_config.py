@@ -28,13 +28,39 @@ class Admission(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How drafts are found by n-gram, how many of them a sequence computes in a step, and beside how many others.
+
+    While more than ``max_drafting_seqs`` sequences run nobody drafts: a step is busy with them then.
+
+    Raises:
+        ValueError: for limits that contradict each other.
+    """
+
+    num_draft_tokens: int = 4
+    min_ngram_tokens: int = 2
+    max_ngram_tokens: int = 4
+    max_drafting_seqs: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("num_draft_tokens", "min_ngram_tokens", "max_drafting_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.max_ngram_tokens < self.min_ngram_tokens:
+            raise ValueError(
+                f"max_ngram_tokens must be at least min_ngram_tokens, which is {self.min_ngram_tokens}, "
+                f"not {self.max_ngram_tokens}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits and policies of the core. Tokens, sequences and blocks are counts.
 
     ``aging_seconds`` is the head start that one level of priority gives; zero serves in order of arrival.
     ``target_itl_seconds`` bounds the predicted time of a step while somebody decodes. ``max_steps_in_flight`` of 2
     lets a step be sent while the one before it is computed. Static batching and the contiguous layout are baselines
-    for measurements.
+    for measurements. Without ``speculation`` no drafts are computed.
     """
 
     num_blocks: int
@@ -53,3 +79,4 @@ class SchedulerConfig:
     admission: Admission = Admission.PREDICTED_PEAK
     batching: Batching = Batching.CONTINUOUS
     layout: Layout = Layout.PAGED
+    speculation: SpeculationConfig | None = None

@@ -35,6 +35,14 @@ class NewSequence:
     wants_prompt_logprobs: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepDrafts:
+    """The drafts that a step computes behind known tokens: ``num_tokens[i]`` of its i-th sequence."""
+
+    num_tokens: npt.NDArray[np.int64]
+    token_ids: TokenIds
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step, as a difference to what the workers know.
@@ -42,7 +50,8 @@ class SchedulerOutput:
     The arrays have one entry for each scheduled sequence; ``new_block_ids`` holds ``num_new_blocks[i]`` ids for the
     i-th. ``is_sampled`` marks those whose last known token is computed in this step. ``handles``
     tell later whether a slot still belongs to the same sequence; ``num_computed_tokens`` is what each will have
-    computed when the step has ended. ``block_copies`` happen before anything is computed.
+    computed when the step has ended. ``block_copies`` happen before anything is computed. ``drafts`` are the last
+    of the ``num_scheduled_tokens``, but not counted as computed until they are accepted; None when there are none.
     """
 
     step_id: int
@@ -57,11 +66,22 @@ class SchedulerOutput:
     num_computed_tokens: npt.NDArray[np.int64]
     block_copies: tuple[BlockCopy, ...]
     work: StepWork
+    drafts: StepDrafts | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
         return self.work.num_tokens
+
+    @property
+    def num_known_tokens(self) -> npt.NDArray[np.int64]:
+        """Tokens that each sequence computes without its drafts."""
+        return self.num_scheduled_tokens - (self.drafts.num_tokens if self.drafts is not None else 0)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """How many of them are drafts."""
+        return len(self.drafts.token_ids) if self.drafts is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +94,36 @@ class SlotFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the workers made of a step: one token for each sampled slot, in the order of the step.
+    """What the workers made of a step: ``num_tokens[i]`` of ``token_ids`` for each sampled slot, in its order.
 
-    Those in ``failures`` gave none. Log-probabilities are None when the workers measured none.
+    These are the accepted drafts and the token that was sampled after them. Those in ``failures`` gave none.
+    Log-probabilities are None when the workers measured none.
     """
 
     step_id: int
     slots: Slots
+    num_tokens: npt.NDArray[np.int64]
     token_ids: TokenIds
     failures: tuple[SlotFailure, ...]
     step_seconds: float
     output_logprobs: SlotLogprobs | None = None
     prompt_logprobs: SlotPromptLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewTokens:
+    """What a step brought to those that are still there: ``slots[i]`` got ``num_tokens[i]`` of ``token_ids``.
+
+    ``num_known_tokens`` is what each of them has then. ``num_computed_tokens`` has an entry for each sequence of
+    the step, as the step's own, with the accepted drafts.
+    """
+
+    slots: Slots
+    num_tokens: npt.NDArray[np.int64]
+    token_ids: TokenIds
+    last_token_ids: TokenIds
+    num_known_tokens: npt.NDArray[np.int64]
+    num_computed_tokens: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +138,15 @@ class PageTableRow:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """What a step did for requests: arrays by sequence that got a token, objects for ends."""
+    """What a step did for requests: arrays by sequence that got tokens, objects for ends.
+
+    ``handles[i]`` got ``num_tokens[i]`` of ``token_ids``, in order.
+    """
 
     step_id: int
     handles: npt.NDArray[np.uint32]
     owners: npt.NDArray[np.int64]
+    num_tokens: npt.NDArray[np.int64]
     token_ids: TokenIds
     ends: tuple[SequenceEnd, ...]
     output_logprobs: HandleLogprobs | None = None

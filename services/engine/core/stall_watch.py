@@ -36,7 +36,7 @@ class StallWatch:
         table.last_token_times[token_slots] = now
 
     def _num_prefill_tokens(self, output: SchedulerOutput) -> int:
-        num_tokens = output.num_scheduled_tokens
+        num_tokens = output.num_known_tokens
         is_prefill = output.num_computed_tokens - num_tokens < self._table.num_prompt_tokens[output.slots]
         return int(num_tokens[is_prefill].sum())
 

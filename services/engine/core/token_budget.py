@@ -37,6 +37,15 @@ class TokenBudget:
             work = StepWork(num_tokens, context_tokens, 0)
             self._seconds_left = self._target_seconds - self._cost_model.predict_seconds(work)
 
+    def grant_drafts(self, num_wanted: int, *, num_computed_tokens: int) -> int:
+        """Take and return the drafts that a sequence computes behind its token, of what everyone else left."""
+        granted = min(num_wanted, self.num_tokens_left)
+        if self._seconds_left is not None and granted > 0:
+            granted = min(granted, self._affordable(num_computed_tokens))
+            self._pay(granted, num_computed_tokens)
+        self.num_tokens_left -= granted
+        return granted
+
     def grant_chunk(self, num_pending_tokens: int, *, num_computed_tokens: int, has_rivals: bool) -> int:
         """Take and return the tokens that a prompt computes in this step; none when the budget is used up.
 
@@ -46,14 +55,20 @@ class TokenBudget:
         if has_rivals:
             granted = min(granted, max(self._min_chunk_tokens, int(self._max_num_tokens * self._max_share)))
         if self._seconds_left is not None and granted > 0:
-            affordable = self._cost_model.max_chunk_tokens(
-                self._seconds_left, num_computed_tokens=num_computed_tokens
-            )
             floor = 0 if self._has_granted_chunk else self._min_chunk_tokens
-            granted = min(granted, max(affordable, floor))
-            pairs = granted * num_computed_tokens + granted * granted // 2
-            without_constant = self._cost_model.predict_seconds(StepWork(granted, 0, pairs))
-            self._seconds_left -= without_constant - self._cost_model.predict_seconds(StepWork(0, 0, 0))
+            granted = min(granted, max(self._affordable(num_computed_tokens), floor))
+            self._pay(granted, num_computed_tokens)
         self._has_granted_chunk |= granted > 0
         self.num_tokens_left -= granted
         return granted
+
+    def _affordable(self, num_computed_tokens: int) -> int:
+        """Return the tokens of one sequence for which the step's time suffices."""
+        assert self._seconds_left is not None, "nothing bounds the step's time"
+        return self._cost_model.max_chunk_tokens(self._seconds_left, num_computed_tokens=num_computed_tokens)
+
+    def _pay(self, num_tokens: int, num_computed_tokens: int) -> None:
+        assert self._seconds_left is not None, "nothing bounds the step's time"
+        pairs = num_tokens * num_computed_tokens + num_tokens * num_tokens // 2
+        without_constant = self._cost_model.predict_seconds(StepWork(num_tokens, 0, pairs))
+        self._seconds_left -= without_constant - self._cost_model.predict_seconds(StepWork(0, 0, 0))

@@ -22,7 +22,12 @@ class HermesFormat:
     """A ``ToolFormat``."""
 
     name = "hermes"
-    marks = (BEGIN, END)
+    markers = (BEGIN, END)
+    # As Qwen's template words it.
+    instruction = (
+        "For each function call, return a json object with function name and arguments within "
+        f'{BEGIN}{END} XML tags:\n{BEGIN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{END}'
+    )
 
     def read(self, reader: TextReader, names: Collection[str]) -> Reading[None]:
         """Take all of an answer's text."""

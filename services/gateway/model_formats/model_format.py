@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from libs.text import ModelText
 from services.gateway.model_formats.deepseek import CALLS_BEGIN, DeepSeekV3Format, DeepSeekV31Format
 from services.gateway.model_formats.format import ToolFormat, Vocabulary
 from services.gateway.model_formats.hermes import HermesFormat
@@ -24,6 +25,7 @@ from services.gateway.model_formats.text_reader import TextReader
 
 AUTO: Final = "auto"
 NONE: Final = "none"
+_REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
 
 _ALL_TOOL_FORMATS: Final[Sequence[ToolFormat]] = (
     HermesFormat(),
@@ -40,24 +42,74 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {one.name: one for one
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """How one model writes what is not plain text."""
+    """How one model writes what is not plain text, and what its template knows of it."""
 
-    tools: ToolFormat = field(default_factory=HermesFormat)
+    # None where the operator wants no tools.
+    tools: ToolFormat | None = field(default_factory=HermesFormat)
     reasoning: ReasoningFormat | None = None
     vocabulary: Vocabulary = field(default_factory=lambda: Vocabulary(None))
+    # The template tells the model of tools in the words that it was trained on.
+    template_knows_tools: bool = False
+    # Several calls of one message can be given back to the model.
+    has_parallel_calls: bool = True
+    needs_short_ids: bool = False
+    # What requests may set in the template.
+    variables: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model_text: ModelText, tool_format: str = AUTO, reasoning_format: str = AUTO) -> ModelFormat:
+        """Return a model's forms: as its template has them, or those that are named."""
+        template = model_text.chat_template
+        abilities = template.abilities
+        detected = detect_tool_format(template.source)
+        if tool_format == AUTO:
+            tools: ToolFormat | None = detected or HermesFormat()
+        else:
+            tools = None if tool_format == NONE else TOOL_FORMATS[tool_format]
+        if reasoning_format == AUTO:
+            reasoning = detect_reasoning_format(template.source)
+        else:
+            reasoning = None if reasoning_format == NONE else REASONING_FORMATS[reasoning_format]
+        # A template whose form of calls is not read here would tell the model of that form.
+        knows_tools = abilities.knows_tools and (detected is not None or tool_format != AUTO)
+        return cls(
+            tools=tools,
+            reasoning=reasoning,
+            vocabulary=Vocabulary(model_text.tokenizer),
+            template_knows_tools=knows_tools,
+            has_parallel_calls=abilities.knows_parallel_calls if knows_tools else True,
+            needs_short_ids=abilities.needs_short_ids,
+            variables=template.variables,
+        )
+
+    @property
+    def reasoning_switch(self) -> str | None:
+        """The template's variable that turns reasoning on and off, if the model reasons and has one."""
+        if self.reasoning is None:
+            return None
+        return next((name for name in _REASONING_SWITCHES if name in self.variables), None)
+
+    @property
+    def can_limit_reasoning(self) -> bool:
+        """Whether reasoning can be held to a number of tokens: its end must be one token."""
+        return self.reasoning is not None and self.vocabulary.token_id(self.reasoning.end) is not None
 
     def kept_token_ids(self, *, with_tools: bool) -> frozenset[int]:
         """Return the control tokens whose text is needed to read an answer."""
-        marks = [*(self.tools.marks if with_tools else ()), *(self.reasoning.marks if self.reasoning else ())]
-        token_ids = (self.vocabulary.control_token_id(mark) for mark in marks)
+        markers = [
+            *(self.tools.markers if with_tools and self.tools else ()),
+            *(self.reasoning.markers if self.reasoning else ()),
+        ]
+        token_ids = (self.vocabulary.control_token_id(marker) for marker in markers)
         return frozenset(token_id for token_id in token_ids if token_id is not None)
 
     def new_parser(self, state: ReasoningState, tool_names: Collection[str]) -> AnswerParser | None:
         """Return what reads an answer, None where there is nothing to read: text is text then."""
         reasoning = None if self.reasoning is None else ReasoningParser(self.reasoning, state)
-        if not tool_names:
+        tools = self.tools
+        if not tool_names or tools is None:
             return None if reasoning is None else AnswerParser(reasoning, None)
-        return AnswerParser(reasoning, TextReader(lambda reader: self.tools.read(reader, tool_names)))
+        return AnswerParser(reasoning, TextReader(lambda reader: tools.read(reader, tool_names)))
 
 
 class AnswerParser:
@@ -99,7 +151,7 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
 
 
 def detect_reasoning_format(template: str | None) -> ReasoningFormat | None:
-    """Return the marks of reasoning that a chat template knows."""
+    """Return the markers of reasoning that a chat template knows."""
     source = template or ""
-    known = (one for one in REASONING_FORMATS.values() if any(mark in source for mark in one.marks))
+    known = (one for one in REASONING_FORMATS.values() if any(marker in source for marker in one.markers))
     return next(known, None)

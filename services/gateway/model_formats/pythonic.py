@@ -26,7 +26,11 @@ class PythonicFormat:
     """A ``ToolFormat``."""
 
     name = "pythonic"
-    marks = (BEGIN, END)
+    markers = (BEGIN, END)
+    instruction = (
+        "To call functions, answer with a list of them and nothing else: "
+        "[function_name(argument=value, other_argument=value)]"
+    )
 
     def read(self, reader: TextReader, names: Collection[str]) -> Reading[None]:
         """Take all of an answer's text."""

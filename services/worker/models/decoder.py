@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.exchange import Exchange
 from services.worker.kv_cache import KVCache
 from services.worker.layers.attention import AttentionGroup, PagedAttention, StepLayout
 from services.worker.layers.linear import Linear, make_linear
 from services.worker.layers.rotary import rotary_amplitude, rotary_frequencies, rotate, rotation_of
 from services.worker.layers.threads import OperatorThreads
-from services.worker.models.description import Activation, Attention, FeedForward, Norm, Projection, describe
+from services.worker.models.description import Activation, Attention, FeedForward, Norm, Projection
 from services.worker.models.parameters import read_bias, read_norm, read_weight
+from services.worker.models.shard import ModelShard, describe_shard, plan_shard
 from services.worker.weights import ModelConfig, Rotary, WeightReader
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -58,10 +60,19 @@ class Decoder:
     """The weights of one model and their forward pass."""
 
     def __init__(
-        self, config: ModelConfig, reader: WeightReader, dtype: torch.dtype, threads: OperatorThreads
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        dtype: torch.dtype,
+        threads: OperatorThreads,
+        shard: ModelShard | None = None,
     ) -> None:
-        description = describe(config)
+        """Read the weights of the model that ``config`` is about, or of one rank's part of it."""
+        shard = shard or plan_shard(config, 0, 1)
+        description = describe_shard(config, shard)
+        config = shard.config_of(config)
         self._threads = threads
+        self._exchange: Exchange | None = None
         self._frequencies = {rotary: rotary_frequencies(rotary, config.head_dim) for rotary in description.rotaries}
         self._attention = PagedAttention(
             num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype
@@ -76,12 +87,19 @@ class Decoder:
             for operation in description.operations
         ]
         self._final_norm = _RmsNorm(config, description.final_norm, reader)
+        self._first_head_row = description.head_rows.first
         self._head = make_linear(
-            self._embedding if description.head is None else read_weight(reader, description.head)
+            self._embedding[description.head_rows.first : description.head_rows.end].contiguous()
+            if description.head is None
+            else read_weight(reader, description.head)
         )
         for name in description.unused:
             reader.skip(name)
         reader.finish()
+
+    def join(self, exchange: Exchange) -> None:
+        """Put results together with those of the other ranks, which must run the same batches."""
+        self._exchange = exchange
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Compute all tokens of the batch, writing their keys and values; returns ``[num_tokens, hidden_size]``."""
@@ -91,16 +109,26 @@ class Decoder:
         layer_caches = iter(cache.layers)
         for operation in self._operations:
             if isinstance(operation, _AttentionLayer):
-                hidden = hidden + operation.forward(hidden, step, next(layer_caches))
+                produced = self._summed(operation.forward(hidden, step, next(layer_caches)))
             else:
-                hidden = hidden + operation.forward(hidden)
+                produced = self._summed(operation.forward(hidden))
+            hidden = hidden + operation.norm_after(produced)
         hidden = self._final_norm(hidden)
         self._threads.end_step()
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map ``[num_rows, hidden_size]`` to ``[num_rows, vocab_size]`` in fp32."""
-        return self._head(hidden).float()
+        logits = self._head(hidden).float()
+        if self._exchange is None:
+            return logits
+        return torch.from_numpy(self._exchange.gather_columns(logits.numpy(), self._first_head_row))
+
+    def _summed(self, part: Tensor) -> Tensor:
+        """Return what all ranks have produced together."""
+        if self._exchange is None:
+            return part
+        return torch.from_numpy(self._exchange.add(part.float().numpy())).to(part.dtype)
 
     def _begin(self, batch: ForwardBatch) -> _Step:
         return _Step(
@@ -133,9 +161,10 @@ class _AttentionLayer:
         self._query_norm = _optional_norm(config, operation.query_norm, reader)
         self._key_norm = _optional_norm(config, operation.key_norm, reader)
         self._output = _Map(reader, operation.output)
-        self._norm_after = _optional_norm(config, operation.norm_after, reader)
+        self.norm_after = _norm_after(config, operation.norm_after, reader)
 
     def forward(self, hidden: Tensor, step: _Step, cache: Tensor) -> Tensor:
+        """Return what is added to the residual stream, before it is normed; of a rank a part of it."""
         normed = self._norm(hidden)
         with self._threads:
             qkv = self._qkv(normed)  # [num_tokens, query_size + 2 * kv_size]
@@ -147,8 +176,7 @@ class _AttentionLayer:
             attended = self._attention.attend(
                 queries, cache, step.groups[self._operation.window], self._operation.scale
             )
-            produced = self._output(attended)
-        return produced if self._norm_after is None else self._norm_after(produced)
+            return self._output(attended)
 
     def _rotated(self, projected: Tensor, norm: _RmsNorm | None, step: _Step) -> Tensor:
         heads = projected.view(len(projected), -1, self._head_dim)
@@ -165,16 +193,16 @@ class _FeedForwardLayer:
         self._norm = _RmsNorm(config, operation.norm, reader)
         self._gate_up = _Map(reader, operation.gate, operation.up)
         self._down = _Map(reader, operation.down)
-        self._norm_after = _optional_norm(config, operation.norm_after, reader)
+        self.norm_after = _norm_after(config, operation.norm_after, reader)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return what is added to the residual stream, before it is normed; of a rank a part of it."""
         normed = self._norm(hidden)
         with self._threads:
             gate, up = self._gate_up(normed).chunk(2, -1)
         inner = self._activation(gate).mul_(up)
         with self._threads:
-            produced = self._down(inner)
-        return produced if self._norm_after is None else self._norm_after(produced)
+            return self._down(inner)
 
 
 class _Map:
@@ -198,6 +226,14 @@ class _RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         # In fp32 to the end, whatever the dtype is: weights near one have few bits left beside it.
         return F.rms_norm(x.float(), self._weight.shape, self._weight, self._eps).to(x.dtype)
+
+
+def _norm_after(config: ModelConfig, norm: Norm | None, reader: WeightReader) -> Callable[[Tensor], Tensor]:
+    return _unchanged if norm is None else _RmsNorm(config, norm, reader)
+
+
+def _unchanged(produced: Tensor) -> Tensor:
+    return produced
 
 
 def _optional_norm(config: ModelConfig, norm: Norm | None, reader: WeightReader) -> _RmsNorm | None:

@@ -32,6 +32,29 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive indices from ``first`` on, without ``end``."""
+
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.end - self.first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Where the outputs and inputs of a projection lie in a stored weight that has more."""
+
+    first_output: int = 0
+    first_input: int = 0
+    num_stored_outputs: int
+    num_stored_inputs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Projection:
     """The map ``x ↦ x Wᵀ + b``."""
 
@@ -39,6 +62,7 @@ class Projection:
     num_outputs: int
     num_inputs: int
     bias: str | None = None
+    part: Part | None = None  # None is the whole of the stored weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +105,7 @@ class ModelDescription:
     operations: tuple[Operation, ...]
     final_norm: Norm
     head: Projection | None  # None when the head is the embedding
+    head_rows: Span  # the tokens whose logits are computed: all, or a rank's share of them
     embedding_scale: float = 1.0  # of embeddings that come in, not of the head
     unused: tuple[str, ...] = ()  # what files may carry beside it
 
@@ -215,5 +240,6 @@ def _model(
         operations=tuple(operations),
         final_norm=final_norm,
         head=None if config.has_tied_embeddings else head,
+        head_rows=Span(0, config.vocab_size),
         unused=(head.weight,) if config.has_tied_embeddings else (),
     )

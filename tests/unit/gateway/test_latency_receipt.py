@@ -76,8 +76,9 @@ def _try(*, submitted_ns: int = 0) -> TryTimes:
 def test_the_wire_is_the_round_trip_of_the_acceptance_less_what_the_engine_took_for_it() -> None:
     times = _try(submitted_ns=1_000 * _MILLISECOND)
     times.accept(1_005 * _MILLISECOND, 0.002)
-    times.first_tokens[0] = FirstTokenReport(0.010, 0.030, 0, {})
-    times.arrive(0, step_id=1, now_ns=1_046 * _MILLISECOND)
+    # 41 ms between the two messages for the engine, 41 and 3 for the gateway.
+    times.first_tokens[0] = FirstTokenReport(0.012, 0.030, 0, {}, 0.001, 0.041)
+    times.arrive(0, step_id=1, now_ns=1_049 * _MILLISECOND)
 
     segments = Journey(placement_ns=7, retry_ns=8, current=times).segments(until_ns=0)
 
@@ -87,7 +88,21 @@ def test_the_wire_is_the_round_trip_of_the_acceptance_less_what_the_engine_took_
         Segment.WIRE: 3 * _MILLISECOND,
         Segment.ENGINE_QUEUE: 12 * _MILLISECOND,
         Segment.PREFILL: 30 * _MILLISECOND,
+        Segment.PUBLISH: 1 * _MILLISECOND,
+        Segment.DELIVERY: 3 * _MILLISECOND,
     }
+
+
+def test_an_acceptance_that_came_late_makes_no_wire_longer_than_it_was() -> None:
+    times = _try()
+    times.accept(30 * _MILLISECOND, 0.002)
+    times.first_tokens[0] = FirstTokenReport(0.012, 0.030, 0, {}, 0.001, 0.041)
+    times.arrive(0, step_id=1, now_ns=45 * _MILLISECOND)
+
+    segments = times.segments(until_ns=0)
+
+    # The engine had it for 43 ms of these 45.
+    assert (segments[Segment.WIRE], segments[Segment.DELIVERY]) == (2 * _MILLISECOND, 0)
 
 
 def test_an_engine_that_told_nothing_has_the_time_as_the_gateway_saw_it() -> None:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from libs.errors import InvalidRequest, OctavoError
-from libs.grammar import GrammarCompiler
-from libs.text import ModelText, load_model_text, resolve_model_path
+from libs.grammar import CompiledGrammar, Grammar, GrammarCompiler, GrammarForm
+from libs.text import IncrementalDetokenizer, ModelText, load_model_text, resolve_model_path
+from services.gateway.model_formats.model_format import TOOL_FORMATS, ModelFormat
+from services.gateway.model_formats.reasoning import THINK_TAGS, ReasoningState
 from services.gateway.openai_schema import ModelFacts, parse_chat_completion
-from services.gateway.tool_call_text import HermesCallParser
-from services.gateway.tools import call_text, parse_tool_use
-from tests.unit.grammar.test_grammar_compiler import draw
+from services.gateway.tool_grammar import tool_constraint, with_reasoning
+from services.gateway.tool_prompt import phrased, short_call_id
+from services.gateway.tools import ToolChoice, ToolUse
+from tests.fakes.model_folders import CONTROL_TOKENS, write_model_folder
+from tests.unit.gateway.test_model_formats import read, written
+from tests.unit.grammar.test_grammar_compiler import draw, draw_token_ids
+from tests.unit.text.small_models import control_ids
 
+HERMES = ModelFormat()
+NAMES = ("weather", "now")
 WEATHER = {
     "type": "object",
     "properties": {
@@ -44,19 +53,16 @@ def compiler(model_text: ModelText) -> GrammarCompiler:
     return GrammarCompiler(model_text.tokenizer, model_text.eos_token_ids)
 
 
-def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    parser, content, calls = HermesCallParser(), "", list[tuple[str, str]]()
-    for index, piece in enumerate(pieces):
-        parsed = parser.add(piece, is_last=index == len(pieces) - 1)
-        content += parsed.content
-        for call in parsed.calls:
-            if call.name is not None:
-                assert call.call_index == len(calls)
-                calls.append((call.name, ""))
-            else:
-                assert call.call_index == len(calls) - 1
-                calls[-1] = (calls[-1][0], calls[-1][1] + call.arguments)
-    return content, calls
+def use_of(**fields: Any) -> ToolUse:
+    use = parse(tools=TOOLS, **fields).options.tools
+    assert isinstance(use, ToolUse)
+    return use
+
+
+def grammar_of(use: ToolUse, model_format: ModelFormat = HERMES) -> Grammar:
+    constraint = tool_constraint(use, model_format)
+    assert constraint is not None
+    return constraint.grammar
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
@@ -64,76 +70,151 @@ def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
 def test_a_required_call_is_right_whatever_the_model_says(
     choice: Any, is_parallel: bool, compiler: GrammarCompiler, model_text: ModelText
 ) -> None:
-    use = parse_tool_use({"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": is_parallel})
-    assert use is not None
+    use = use_of(tool_choice=choice, parallel_tool_calls=is_parallel)
     num_complete = 0
 
     for seed in range(8):
-        text, is_complete = draw(compiler.compile(use.constraint().grammar), model_text, seed)
+        text, is_complete = draw(compiler.compile(grammar_of(use)), model_text, seed)
         if not is_complete:
             continue
         num_complete += 1
-        content, calls = read([text])
-        assert content == ""
-        assert 1 <= len(calls) <= (16 if is_parallel else 1)
-        for name, arguments in calls:
+        found = read("hermes", [text], names=NAMES)
+        assert found.content == ""
+        assert 1 <= len(found.calls) <= (16 if is_parallel else 1)
+        for name, arguments in found.calls:
             assert name == "weather" or (name == "now" and choice == "required")
             jsonschema.validate(json.loads(arguments), WEATHER if name == "weather" else {"maxProperties": 0})
 
     assert num_complete
 
 
+def call_text(name: str, arguments: str) -> str:
+    return TOOL_FORMATS["hermes"].call_text(name, arguments)
+
+
 def test_an_answer_may_have_calls_and_they_are_right(compiler: GrammarCompiler, model_text: ModelText) -> None:
-    use = parse_tool_use({"tools": TOOLS})
-    assert use is not None
-    encode = model_text.tokenizer.encode
+    grammar = grammar_of(use_of())
 
     def accepts(text: str) -> bool:
-        matcher = compiler.compile(use.constraint().grammar)
-        for token_id in [*encode(text, allow_special=False), model_text.eos_token_ids[0]]:
-            matcher.accept(token_id)
-        return matcher.failure is None
+        return accepts_text(compiler, model_text, grammar, text)
 
     call = call_text("weather", '{"city": "Rome", "days": 2}')
     assert accepts("No call at all, <tool or not.")
-    assert accepts(f"Let me see.\n{call}\n{call_text('now', '{}')}\nDone.")
+    assert accepts(f"Let me see.\n{call}\n{call_text('now', '{}')}")
     assert not accepts('<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>')
     assert not accepts(call_text("weather", '{"city": "Rome"}'))
     assert not accepts(f"{call} <tool_call> and text")
 
 
-TEXTS = st.lists(
-    st.sampled_from(
-        [
-            call_text("weather", '{"city": "a\\"}{<tool_call>", "days": {"x": [1, {}]}}'),
-            call_text("now", "{}"),
-            "<tool_call>",
-            "</tool_call>",
-            '<tool_call>\n{"name": "now", "arg',
-            "<tool_",
-            " \n",
-            "text",
-            "{",
-            "é🙂",
-        ]
-    ),
-    max_size=6,
-).map("".join)
+def accepts_text(compiler: GrammarCompiler, model_text: ModelText, grammar: Grammar, text: str) -> bool:
+    """Tell whether a text, whose markers are control tokens where the model has them, can be a whole answer."""
+    matcher = compiler.compile(grammar)
+    for token_id in [*model_text.tokenizer.encode(text, allow_special=True), model_text.eos_token_ids[0]]:
+        matcher.accept(token_id)
+    return matcher.failure is None
 
 
-@given(TEXTS, st.data())
-def test_pieces_are_read_as_the_whole(text: str, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+@functools.cache
+def model_like(name: str) -> tuple[ModelText, GrammarCompiler]:
+    with tempfile.TemporaryDirectory() as folder:
+        model_text = load_model_text(write_model_folder(Path(folder), name))
+    return model_text, GrammarCompiler(model_text.tokenizer, model_text.eos_token_ids)
 
-    assert read(pieces) == read([text])
+
+@pytest.fixture(params=CONTROL_TOKENS)
+def other_model(request: pytest.FixtureRequest) -> ModelText:
+    return model_like(request.param)[0]
 
 
-def test_text_around_calls_loses_only_white_space_next_to_them() -> None:
-    text = f" Let me see. \n{call_text('now', '{}')}\n and {call_text('now', '{ }')} \n"
+@pytest.mark.parametrize("name", CONTROL_TOKENS)
+def test_every_form_is_held_in_its_own_words(name: str) -> None:
+    other_model, compiler = model_like(name)
+    model_format = ModelFormat.of(other_model)
+    assert model_format.tools is not None
+    assert model_format.template_knows_tools
+    required, possible = use_of(tool_choice="required"), use_of()
+    one = use_of(tool_choice="required", parallel_tool_calls=False)
+    right = [("weather", {"city": "Rome", "days": 2})]
+    two = [*right, ("now", {})]
+    form = model_format.tools.name
 
-    assert read([text]) == (" Let me see.and", [("now", "{}"), ("now", "{ }")])
-    assert read([" no call \n"]) == (" no call \n", [])
+    def accepts(use: ToolUse, text: str) -> bool:
+        return accepts_text(compiler, other_model, grammar_of(use, model_format), text)
+
+    assert accepts(required, written(form, right))
+    assert accepts(possible, written(form, right))
+    assert accepts(possible, "No call at all.")
+    assert not accepts(required, "No call at all.")
+    assert not accepts(one, written(form, two))
+    assert accepts(required, written(form, two)) is model_format.has_parallel_calls
+    for use in (required, possible):
+        assert not accepts(use, written(form, [("weather", {"city": "Rome"})]))
+        assert not accepts(use, written(form, [("elsewhere", {})]))
+    for seed in range(3):
+        text, is_complete = drawn_with_markers(compiler.compile(grammar_of(one, model_format)), other_model, seed)
+        found = read(form, [text], names=NAMES)
+        assert not is_complete or (len(found.calls), found.content) == (1, "")
+
+
+def drawn_with_markers(matcher: CompiledGrammar, model_text: ModelText, seed: int) -> tuple[str, bool]:
+    token_ids, is_complete = draw_token_ids(matcher, model_text, seed)
+    detokenizer = IncrementalDetokenizer(model_text.tokenizer, skip_special_tokens=False)
+    return detokenizer.add(token_ids) + detokenizer.flush(), is_complete
+
+
+@pytest.mark.parametrize(
+    ("grammar", "answer", "wrong"),
+    [
+        (Grammar(GrammarForm.JSON_SCHEMA, (json.dumps(WEATHER),)), '{"city": "Rome", "days": 2}', '{"city": 1}'),
+        (Grammar(GrammarForm.REGEX, (r"\d{2}/[ab]",)), "12/a", "1/a"),
+        (Grammar(GrammarForm.CHOICE, ("yes", 'n"o')), 'n"o', "no"),
+        (Grammar(GrammarForm.LARK, ('start: "a" other\nother: "b"',)), "ab", "aa"),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3", "magistral", "deepseek_v31"])
+def test_a_form_holds_behind_reasoning(name: str, grammar: Grammar, answer: str, wrong: str) -> None:
+    model_text, compiler = model_like(name)
+    model_format = ModelFormat.of(model_text)
+    reasoning = model_format.reasoning
+    assert reasoning is not None
+
+    def accepts(state: ReasoningState, text: str, max_tokens: int | None = None) -> bool:
+        held = with_reasoning(grammar, reasoning, state, vocabulary=model_format.vocabulary, max_tokens=max_tokens)
+        return accepts_text(compiler, model_text, held, text)
+
+    thought = "\nMaybe {not} this?\n" + reasoning.end + "\n\n"
+    assert accepts(ReasoningState.OPEN, thought + answer)
+    assert accepts(ReasoningState.POSSIBLE, reasoning.begin + thought + answer)
+    assert accepts(ReasoningState.POSSIBLE, answer)
+    assert not accepts(ReasoningState.OPEN, answer)
+    assert not accepts(ReasoningState.OPEN, thought + wrong)
+    assert not accepts(ReasoningState.POSSIBLE, wrong)
+    assert model_format.can_limit_reasoning is (name != "deepseek_v31")
+    if model_format.can_limit_reasoning:
+        assert accepts(ReasoningState.OPEN, "Hm." + reasoning.end + answer, max_tokens=4)
+        assert not accepts(ReasoningState.OPEN, "One two three four five." + reasoning.end + answer, max_tokens=4)
+
+
+def test_a_grammar_that_cannot_stand_behind_reasoning_is_refused() -> None:
+    grammar = Grammar(GrammarForm.LARK, ('start: "a" start?',))
+
+    with pytest.raises(InvalidRequest, match="start"):
+        with_reasoning(grammar, THINK_TAGS, ReasoningState.OPEN, vocabulary=HERMES.vocabulary, max_tokens=None)
+
+
+def test_calls_in_pythons_words_can_be_read_but_not_required() -> None:
+    pythonic = ModelFormat(tools=TOOL_FORMATS["pythonic"])
+    strict = {"type": "function", "function": {"name": "now", "strict": True}}
+
+    assert tool_constraint(use_of(), pythonic) is None
+    for fields, param in (
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [strict]}, "tools[0].function.strict"),
+    ):
+        with pytest.raises(OctavoError) as refused:
+            tool_constraint(parse(**({"tools": TOOLS} | fields)).options.tools, pythonic)
+        assert refused.value.param == param
 
 
 def parse(**fields: Any) -> Any:
@@ -141,29 +222,68 @@ def parse(**fields: Any) -> Any:
     return parse_chat_completion(body, ModelFacts("tiny", 49152))
 
 
-def test_a_conversation_with_calls_and_results_is_written_as_the_model_knows_it() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    request = parse(
-        tools=TOOLS,
-        messages=[
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Rome?"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "c1", "content": "Sunny"},
-        ],
-    )
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CONVERSATION = [
+    {"role": "user", "content": "Rome?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "Sunny"},
+    {"role": "assistant", "content": "Sunny."},
+    {"role": "user", "content": "And now?"},
+]
 
-    system, _, assistant, result = request.prompt.messages
+
+def test_a_template_that_knows_no_tools_gets_them_in_words(model_text: ModelText) -> None:
+    request = parse(tools=TOOLS, messages=[{"role": "system", "content": "Be brief."}, *CONVERSATION])
+
+    system, _, assistant, result, *_ = phrased(request.prompt, ModelFormat.of(model_text)).messages
+
     assert system.content.startswith("Be brief.\n\n# Tools")
     assert '"name":"weather","description":"Tell it."' in system.content
     assert assistant.content == '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     assert (result.role, result.content) == ("user", "<tool_response>\nSunny\n</tool_response>")
 
 
+def test_a_template_that_knows_tools_is_told_of_them_as_they_are(other_model: ModelText) -> None:
+    model_format = ModelFormat.of(other_model)
+    assert model_format.tools is not None
+    request = parse(tools=TOOLS, messages=CONVERSATION)
+    prompt = phrased(request.prompt, model_format)
+
+    token_ids = other_model.chat_template.render_token_ids(
+        prompt.messages, other_model.tokenizer, add_generation_prompt=True, tools=prompt.tools
+    )
+
+    detokenizer = IncrementalDetokenizer(other_model.tokenizer, skip_special_tokens=False)
+    text = detokenizer.add(token_ids)
+    places = [text.index(part) for part in ("Tell it.", '"Rome"', "Sunny", "Sunny.")]
+    assert places == sorted(places) or model_format.needs_short_ids
+    assert json.loads(
+        f"{{{text[text.index(chr(34) + 'city' + chr(34) + ': ' + chr(34) + 'Rome') :].split('}')[0]}}}"
+    ) == {"city": "Rome"}
+    if model_format.needs_short_ids:
+        assert text.count(short_call_id("call_1")) == 2
+
+
+def test_markers_in_what_a_client_gives_stay_text(other_model: ModelText) -> None:
+    markers = "".join(token.text for token in other_model.tokenizer.definition.added_tokens)
+    bare = [{"role": "user", "content": "Rome?"}]
+    hostile = {"type": "function", "function": {"name": "f", "description": markers}}
+
+    def control_tokens(**fields: Any) -> list[int]:
+        prompt = phrased(parse(messages=bare, **fields).prompt, ModelFormat.of(other_model))
+        token_ids = other_model.chat_template.render_token_ids(
+            prompt.messages, other_model.tokenizer, add_generation_prompt=True, tools=prompt.tools
+        )
+        return control_ids(token_ids, other_model.tokenizer.definition)
+
+    assert control_tokens(tools=[hostile]) == control_tokens(tools=[TOOLS[1]])
+
+
 def test_without_a_choice_the_model_is_not_told_of_tools() -> None:
     request = parse(tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
 
-    assert request.tools is None
+    assert request.options.tools is None
+    assert request.prompt.tools == ()
     assert len(request.prompt.messages) == 1
     assert request.options.constraint.param == "response_format"
 
@@ -178,6 +298,7 @@ def test_without_a_choice_the_model_is_not_told_of_tools() -> None:
         ({"tools": [TOOLS[1]] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
         ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos"),
@@ -196,8 +317,16 @@ def test_wrong_tools_are_refused_by_name(fields: dict[str, Any], param: str) -> 
 
 def test_parameters_that_cannot_be_enforced_are_refused(compiler: GrammarCompiler) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    use = parse_tool_use({"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]})
-    assert use is not None
+    use = parse(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}]).options.tools
 
     with pytest.raises(InvalidRequest, match="uniqueItems"):
-        compiler.compile(use.constraint().grammar)
+        compiler.compile(grammar_of(use))
+
+
+def test_a_choice_can_allow_some_tools() -> None:
+    allowed = {"mode": "required", "tools": [NAMED]}
+
+    use = use_of(tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+
+    assert (use.choice, use.names) == (ToolChoice.REQUIRED, frozenset({"weather"}))
+    assert len(use.tools) == 2

@@ -103,10 +103,18 @@ def allowed_by(compiled: CompiledGrammar, vocab_size: int) -> np.ndarray[tuple[i
 
 def draw(compiled: CompiledGrammar, text: ModelText, seed: int) -> tuple[str, bool]:
     """Return what a model without any idea says, and whether it came to an end."""
+    token_ids, is_complete = draw_token_ids(compiled, text, seed)
+    assert not any(map(text.tokenizer.is_special, token_ids))
+    output = b"".join(map(text.tokenizer.token_bytes, token_ids))
+    return output.decode(errors="strict" if is_complete else "replace"), is_complete
+
+
+def draw_token_ids(compiled: CompiledGrammar, text: ModelText, seed: int) -> tuple[list[int], bool]:
+    """Return the tokens of it, without the one that ended it."""
     rng = np.random.default_rng(seed)
     size = text.tokenizer.vocab_size
     short_token_ids = np.array([t for t in range(size) if len(text.tokenizer.token_bytes(t)) <= 1])
-    output = b""
+    token_ids: list[int] = []
     for _ in range(MAX_TOKENS):
         allowed = allowed_by(compiled, size)
         assert len(allowed), "the grammar led into a dead end"
@@ -115,10 +123,9 @@ def draw(compiled: CompiledGrammar, text: ModelText, seed: int) -> tuple[str, bo
         token_id = int(rng.choice(short if len(short) and rng.random() < 0.6 else allowed))
         compiled.accept(token_id)
         if token_id in text.eos_token_ids:
-            return output.decode(), True
-        assert not text.tokenizer.is_special(token_id)
-        output += text.tokenizer.token_bytes(token_id)
-    return output.decode(errors="replace"), False
+            return token_ids, True
+        token_ids.append(token_id)
+    return token_ids, False
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
@@ -171,6 +178,33 @@ def test_what_cannot_be_enforced_is_refused_by_name(
 def test_what_is_wrong_or_too_large_is_refused(grammar: Grammar, compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequest):
         compiler.compile(grammar)
+
+
+class CountingCompiler(GrammarCompiler):
+    """Counts its work."""
+
+    num_tries = 0
+
+    def _try(self, grammar: Grammar) -> CompiledGrammar | str:
+        self.num_tries += 1
+        return super()._try(grammar)
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"not": {}}, {"type": "string", "pattern": "(?=a)b"}])
+def test_what_was_compiled_or_refused_is_remembered(model_text: ModelText, schema: dict[str, Any]) -> None:
+    """SEC-03."""
+    compiler = CountingCompiler(model_text.tokenizer, model_text.eos_token_ids)
+    answers = []
+
+    for _ in range(10):
+        try:
+            compiler.compile(schema_grammar(schema))
+            answers.append("")
+        except InvalidRequest as error:
+            answers.append(error.message)
+
+    assert compiler.num_tries == 1
+    assert len(set(answers)) == 1
 
 
 @pytest.mark.parametrize(

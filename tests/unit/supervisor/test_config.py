@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from libs.config import ConfigError
-from services.supervisor.config import TierKey, TierSetting, UpOptions
+from services.supervisor.config import QUANTIZATIONS, TierKey, TierSetting, UpOptions
+from services.worker.config import Quantization
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,12 @@ def test_a_setting_becomes_one_flag_whatever_its_value() -> None:
     setting = TierSetting.parse("worker.kv_cache_memory=--odd value")
 
     assert setting.flag == "--kv-cache-memory=--odd value"
+
+
+def test_quantizations_are_those_of_workers() -> None:
+    assert set(QUANTIZATIONS) == set(Quantization)
+    with pytest.raises(ConfigError, match="quantization must be none or int8, not 'int4'"):
+        UpOptions.parse(["--quantization", "int4"], {})
 
 
 @pytest.mark.parametrize("text", ["worker", "worker.dtype", "dtype=float32", "worker.=1", "=", ""])

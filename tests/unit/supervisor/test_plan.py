@@ -99,6 +99,17 @@ def test_aliases_of_the_model_are_the_gateways() -> None:
     assert not any("aliases" in flag for flag in _process(_plan(), "gateway").command)
 
 
+def test_the_quantization_is_the_workers() -> None:
+    named = _process(_plan("--quantization", "int8", "--engines", "2"), "worker-1").command
+    passed_through = _process(_plan("--set", "worker.quantization=int8"), "worker-0").command
+
+    assert "--quantization=int8" in named
+    assert "--quantization=int8" in passed_through
+    assert not any("quantization" in flag for flag in _process(_plan(), "worker-0").command)
+    with pytest.raises(ConfigError, match=r"sets worker\.quantization itself"):
+        _plan("--quantization", "int8", keys=(TierKey("worker", "quantization", "--set worker.quantization=none"),))
+
+
 def test_a_socket_path_is_the_address_that_the_process_is_probed_at() -> None:
     for process in _plan("--engines", "2").processes:
         if process.socket_path is not None:
@@ -155,6 +166,20 @@ def test_replicas_share_the_cores_and_the_memory() -> None:
 
     assert not any("threads" in part or "fraction" in part for part in _process(alone, "worker-0").command)
     assert _process(shared, "worker-2").command[-2:] == ("--num-threads=2", "--kv-cache-memory-fraction=0.2000")
+
+
+def test_ranks_are_workers_of_their_engine_in_order_and_share_what_there_is() -> None:
+    plan = _plan("--engines", "2", "--tensor-parallel-size", "2", "--worker-silence-seconds", "7")
+
+    workers = [process for process in plan.processes if process.name.startswith("worker-")]
+    assert [worker.name for worker in workers] == ["worker-0-0", "worker-0-1", "worker-1-0", "worker-1-1"]
+    assert (
+        "--worker-addresses=unix:/run/o/worker-1-0.sock,unix:/run/o/worker-1-1.sock"
+        in _process(plan, "engine-1").command
+    )
+    for worker in workers:
+        assert worker.command[-2:] == ("--num-threads=2", "--kv-cache-memory-fraction=0.1500")
+        assert worker.silence_limit_seconds == 7
 
 
 def test_what_the_user_says_about_cores_and_memory_stands() -> None:

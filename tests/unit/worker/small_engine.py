@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -18,8 +19,8 @@ from services.worker.step import (
 )
 
 
-def load_request(**changes: int | None) -> LoadRequest:
-    values: dict[str, int | None] = {
+def load_request(**changes: int | str | None) -> LoadRequest:
+    values: dict[str, int | str | None] = {
         "rank": 0,
         "tensor_parallel_size": 1,
         "block_size": 4,
@@ -40,8 +41,9 @@ def step(
     ended: Sequence[int] = (),
     scheduled: Sequence[tuple[int, int, Sequence[int]]] = (),
     copies: Sequence[tuple[int, int]] = (),
+    drafts: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> StepInput:
-    """Build a step; ``scheduled`` has slot, number of tokens and new blocks of each sequence."""
+    """Build a step; ``scheduled`` has slot, number of tokens and new blocks of each, ``drafts`` are by slot."""
     return StepInput(
         step_id=1,
         ended_slots=ints(*ended),
@@ -53,6 +55,8 @@ def step(
         new_block_ids=ints(*(block for _, _, blocks in scheduled for block in blocks)),
         copy_source_block_ids=ints(*(source for source, _ in copies)),
         copy_target_block_ids=ints(*(target for _, target in copies)),
+        num_draft_tokens=ints(*(len(drafts.get(slot, ())) for slot, _, _ in scheduled)),
+        draft_token_ids=ints(*(token_id for slot, _, _ in scheduled for token_id in drafts.get(slot, ()))),
     )
 
 
@@ -95,9 +99,20 @@ class Running:
 
 
 class SmallEngine:
-    """Schedules every running sequence at each step, with blocks in random order."""
+    """Schedules every running sequence at each step, with blocks in random order.
 
-    def __init__(self, runner: ModelRunner, model: LoadedModel, seed: int = 0) -> None:
+    ``draft`` says what a sequence in a slot computes behind its last known token.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        model: LoadedModel,
+        seed: int = 0,
+        draft: Callable[[int, Running], Sequence[int]] = lambda slot, sequence: (),
+    ) -> None:
+        self.num_accepted_drafts = 0
+        self._draft = draft
         self._runner = runner
         self._block_size = model.block_size
         self._free = np.random.default_rng(seed).permutation(model.num_blocks).tolist()
@@ -132,6 +147,7 @@ class SmallEngine:
         """Compute what is left of each sequence, at most so many tokens."""
         new: list[NewSequence] = []
         scheduled: list[tuple[int, int, list[int]]] = []
+        drafts: dict[int, Sequence[int]] = {}
         for slot, sequence in self.running.items():
             if sequence.has_failed:
                 continue
@@ -139,15 +155,21 @@ class SmallEngine:
                 new.append(self._new_sequence(slot, sequence))
                 sequence.is_known = True
             count = min(max_tokens_each, len(sequence.token_ids) - sequence.num_computed_tokens)
-            num_blocks = -(-(sequence.num_computed_tokens + count) // self._block_size)
+            if sequence.num_computed_tokens + count == len(sequence.token_ids):
+                drafts[slot] = self._draft(slot, sequence)
+            total = count + len(drafts.get(slot, ()))
+            num_blocks = -(-(sequence.num_computed_tokens + total) // self._block_size)
             blocks = [self._free.pop() for _ in range(num_blocks - len(sequence.block_ids))]
             sequence.block_ids += blocks
             sequence.num_computed_tokens += count
-            scheduled.append((slot, count, blocks))
-        result = self._runner.execute(step(new=new, ended=self._ended, scheduled=scheduled))
+            scheduled.append((slot, total, blocks))
+        result = self._runner.execute(step(new=new, ended=self._ended, scheduled=scheduled, drafts=drafts))
         self._ended = []
-        for slot, token_id in zip(result.slots.tolist(), result.token_ids.tolist(), strict=True):
-            self.running[slot].token_ids.append(token_id)
+        parts = np.split(result.token_ids, np.cumsum(result.num_tokens)[:-1])
+        for slot, token_ids in zip(result.slots.tolist(), parts, strict=False):
+            self.running[slot].token_ids += token_ids.tolist()
+            self.running[slot].num_computed_tokens += len(token_ids) - 1
+            self.num_accepted_drafts += len(token_ids) - 1
         for failed in result.failed_sequences:
             self.running[failed.slot].has_failed = True
         return result

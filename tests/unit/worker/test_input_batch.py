@@ -45,7 +45,7 @@ def test_lays_out_chunks_and_single_tokens_one_after_the_other() -> None:
             scheduled=[(2, 3, [7]), (0, 5, [3, 9])],
         ),
     )
-    batch.commit(first, ints(0), ints(25))
+    batch.commit(first, ints(0), ints(1), ints(25))
 
     second = prepare(batch, step(scheduled=[(0, 1, []), (2, 3, [5])]))
 
@@ -144,7 +144,7 @@ def test_many_random_steps_equal_a_naive_layout() -> None:
         sampled = prepared.batch.slots[prepared.batch.is_sampled]
         assert sampled.tolist() == [slot for slot, _, _ in scheduled if known[slot][2] == len(known[slot][0])]
         drawn = random.integers(0, 100, len(sampled))
-        batch.commit(prepared.batch, sampled, drawn)
+        batch.commit(prepared.batch, sampled, np.ones_like(sampled), drawn)
         for slot, token_id in zip(sampled.tolist(), drawn.tolist(), strict=True):
             known[slot][0].append(token_id)
 

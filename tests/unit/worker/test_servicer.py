@@ -190,8 +190,45 @@ async def test_a_load_that_cannot_be_is_refused(worker: Worker) -> None:
     request.CopyFrom(LOAD)
     request.tensor_parallel_size = 4
 
-    with pytest.raises(InvalidRequest, match="tensor_parallel_size"):
+    # Without the id of a group the ranks could not find each other.
+    with pytest.raises(InvalidRequest, match="group_id"):
         await worker.load(request)
+
+
+async def test_only_rank_0_answers_steps(worker: Worker) -> None:
+    request = worker_pb2.LoadModelRequest()
+    request.CopyFrom(LOAD)
+    request.rank, request.tensor_parallel_size, request.group_id = 1, 2, "a" * 32
+    await worker.load(request)
+    async with worker.steps() as steps:
+        await steps.send(**FIRST_STEP)
+        await steps.send(**NEXT_STEP)
+        async with asyncio.timeout(5):
+            while worker.metrics.steps._value.get() < 2:
+                await asyncio.sleep(0.01)
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await steps.answer()
+
+
+async def test_a_load_that_another_replaces_ends_at_its_next_report(worker: Worker) -> None:
+    other = worker_pb2.LoadModelRequest()
+    other.CopyFrom(LOAD)
+    other.block_size = 8
+    worker.runner.may_load.clear()
+    first = asyncio.create_task(worker.load())
+    async with asyncio.timeout(5):
+        while worker.runner.num_loads < 1:
+            await asyncio.sleep(0.01)
+    second = asyncio.create_task(worker.load(other))
+    await asyncio.sleep(0.05)
+
+    worker.runner.may_load.set()
+
+    with pytest.raises(Cancelled, match="loaded anew"):
+        await first
+    assert (await second)[-1].model.block_size == 8
 
 
 async def test_steps_are_answered_in_order(worker: Worker) -> None:
@@ -245,6 +282,39 @@ async def test_a_step_of_an_ended_stream_does_not_reach_the_new_one(worker: Work
 
     assert answer.step_id == 1
     assert worker.runner.num_steps == 2
+
+
+async def test_a_step_that_waits_begins_while_the_loop_is_busy(worker: Worker) -> None:
+    await worker.load()
+    async with worker.steps() as steps:
+        worker.runner.may_step.clear()
+        await steps.send(**FIRST_STEP)
+        await steps.send(**NEXT_STEP)
+        assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
+        await asyncio.sleep(0.05)  # Both steps are with the thread now.
+        worker.runner.is_in_step.clear()
+
+        worker.runner.may_step.set()
+        has_begun = worker.runner.is_in_step.wait(5)  # The loop does nothing else meanwhile.
+
+    assert has_begun
+    assert worker.runner.num_steps == 2
+
+
+async def test_a_step_behind_one_that_failed_does_not_run(worker: Worker) -> None:
+    await worker.load()
+    async with worker.steps() as steps:
+        worker.runner.may_step.clear()
+        await steps.send(**FIRST_STEP | {"new_sequences": []})
+        await steps.send(**FIRST_STEP)
+        assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
+        await asyncio.sleep(0.05)  # Both steps are with the thread now.
+        worker.runner.may_step.set()
+
+        with pytest.raises(InternalError):
+            await steps.answer()
+
+    assert worker.runner.num_steps == 1
 
 
 async def test_a_stream_that_breaks_during_a_step_frees_the_slots(worker: Worker) -> None:

@@ -28,7 +28,7 @@ def run(limits: BatchLimits) -> list[tuple[int, int]]:
             flat = prepared.batch
             assert flat.is_sampled.all()
             assert np.isin(flat.slot_mapping, plan.written_slots).all()
-            batch.commit(flat, flat.slots, np.zeros(len(flat.slots), dtype=np.int64))
+            batch.commit(flat, flat.slots, np.ones_like(flat.slots), np.zeros_like(flat.slots))
             shapes.append((len(flat.slots), len(flat.token_ids)))
     # No sequence is left that an engine would not know.
     batch.reset()

@@ -181,7 +181,7 @@ def test_a_result_leaves_as_arrays() -> None:
 def test_a_step_in_which_nobody_wants_logprobs_says_nothing_of_them() -> None:
     result = StepResult.of(
         wire.step_input_of(worker_pb2.ExecuteStepsRequest(step_id=1)),
-        SampledTokens(ints(2), ints(40), (), OutputLogprobs.none(), PromptLogprobs.none()),
+        SampledTokens(ints(2), ints(1), ints(40), (), OutputLogprobs.none(), PromptLogprobs.none()),
         (),
         num_computed_tokens=1,
         duration_seconds=0.1,
@@ -195,7 +195,14 @@ def test_a_step_in_which_nobody_wants_logprobs_says_nothing_of_them() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"tensor_parallel_size": 2}, {"rank": 1}, {"block_size": 0}, {"max_num_seqs": 0}, {"max_model_len": 0}],
+    [
+        {"tensor_parallel_size": 0},
+        {"tensor_parallel_size": 2},
+        {"rank": 1},
+        {"block_size": 0},
+        {"max_num_seqs": 0},
+        {"max_model_len": 0},
+    ],
 )
 def test_a_load_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
     values = {

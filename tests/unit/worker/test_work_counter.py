@@ -46,6 +46,7 @@ def batch_of(*sequences: tuple[int, int], is_sampled: tuple[bool, ...] | None = 
         positions=positions,
         slot_mapping=np.zeros(num_tokens, dtype=np.int64),
         is_sampled=np.ones(num_seqs, dtype=np.bool_) if is_sampled is None else np.array(is_sampled),
+        num_drafts=np.zeros(num_seqs, dtype=np.int64),
     )
 
 
@@ -115,7 +116,7 @@ def test_the_head_is_not_read_when_nothing_is_sampled() -> None:
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_sizes_of_plain_weights_are_all_parameters(is_tied: bool) -> None:
     config = dataclasses.replace(CONFIG, has_tied_embeddings=is_tied)
-    sizes = weight_sizes_of(config, 4)
+    sizes = weight_sizes_of(config, config.vocab_size, 4)
 
     embedding = config.vocab_size * config.hidden_size * 4
     assert sizes.head_bytes == embedding

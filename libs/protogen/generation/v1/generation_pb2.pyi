@@ -636,13 +636,15 @@ class FirstToken(_message.Message):
     PREFILL_DURATION_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
+    PUBLISH_DURATION_FIELD_NUMBER: _builtins.int
+    SINCE_STARTED_DURATION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The handle."""
     num_cached_tokens: _builtins.int
     """Prompt tokens taken from the prefix cache."""
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
-        """Accepted by the engine until first scheduled."""
+        """The submit was read until the handle was first scheduled."""
 
     @_builtins.property
     def prefill_duration(self) -> _duration_pb2.Duration:
@@ -652,6 +654,14 @@ class FirstToken(_message.Message):
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheMiss]:
         """Why the other prompt tokens had to be computed; the counts add up to them."""
 
+    @_builtins.property
+    def publish_duration(self) -> _duration_pb2.Duration:
+        """The first token was sampled until this was handed to the stream."""
+
+    @_builtins.property
+    def since_started_duration(self) -> _duration_pb2.Duration:
+        """The request's Started was handed to the stream until this was."""
+
     def __init__(
         self,
         *,
@@ -660,10 +670,12 @@ class FirstToken(_message.Message):
         prefill_duration: _duration_pb2.Duration | None = ...,
         num_cached_tokens: _builtins.int = ...,
         misses: _abc.Iterable[Global___CacheMiss] | None = ...,
+        publish_duration: _duration_pb2.Duration | None = ...,
+        since_started_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_duration", b"prefill_duration", "publish_duration", b"publish_duration", "queue_duration", b"queue_duration", "since_started_duration", b"since_started_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "misses", b"misses", "num_cached_tokens", b"num_cached_tokens", "prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "misses", b"misses", "num_cached_tokens", b"num_cached_tokens", "prefill_duration", b"prefill_duration", "publish_duration", b"publish_duration", "queue_duration", b"queue_duration", "since_started_duration", b"since_started_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,35 +26,35 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from libs.protogen.generation.v1 import generation_pb2 as octavo_dot_generation_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doctavo/worker/v1/worker.proto\x12\x10octavo.worker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a%octavo/generation/v1/generation.proto\"\xb6\x01\n\x10LoadModelRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x1a\n\rmax_model_len\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\rB\x10\n\x0e_max_model_len\"\x81\x01\n\x11LoadModelResponse\x12\x32\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.octavo.worker.v1.LoadProgressH\x00\x12.\n\x05model\x18\x02 \x01(\x0b\x32\x1d.octavo.worker.v1.LoadedModelH\x00\x42\x08\n\x06report\"N\n\x0cLoadProgress\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\t\x12\x14\n\x0cloaded_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"\xec\x01\n\x0bLoadedModel\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x05 \x01(\x0c\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x10\n\x08gpu_type\x18\x07 \x01(\t\x12\x18\n\x10total_vram_bytes\x18\x08 \x01(\x04\x12\x16\n\x0ekv_cache_bytes\x18\t \x01(\x04\x12\x15\n\rweights_bytes\x18\n \x01(\x04\"\x8b\x02\n\x13\x45xecuteStepsRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x65nded_slots\x18\x02 \x03(\r\x12\x34\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x1d.octavo.worker.v1.NewSequence\x12\r\n\x05slots\x18\x04 \x03(\r\x12\x1c\n\x14num_scheduled_tokens\x18\x05 \x03(\r\x12\x16\n\x0enum_new_blocks\x18\x06 \x03(\r\x12\x15\n\rnew_block_ids\x18\x07 \x03(\r\x12\x1d\n\x15\x63opy_source_block_ids\x18\x08 \x03(\r\x12\x1d\n\x15\x63opy_target_block_ids\x18\t \x03(\r\"\xce\x01\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12=\n\x0fsampling_params\x18\x06 \x01(\x0b\x32$.octavo.generation.v1.SamplingParams\x12\x14\n\x0c\x63hoice_index\x18\x07 \x01(\r\"\xc3\x02\n\x14\x45xecuteStepsResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12:\n\x10\x66\x61iled_sequences\x18\x05 \x03(\x0b\x32 .octavo.worker.v1.FailedSequence\x12\x30\n\rstep_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x0foutput_logprobs\x18\x07 \x01(\x0b\x32\x1e.octavo.worker.v1.SlotLogprobs\x12=\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32$.octavo.worker.v1.SlotPromptLogprobs\"R\n\x0cSlotLogprobs\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x33\n\x06tokens\x18\x02 \x01(\x0b\x32#.octavo.generation.v1.TokenLogprobs\"\x7f\n\x12SlotPromptLogprobs\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x33\n\x06tokens\x18\x04 \x01(\x0b\x32#.octavo.generation.v1.TokenLogprobs\"c\n\x0e\x46\x61iledSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x32\n\x07\x66\x61ilure\x18\x02 \x01(\x0e\x32!.octavo.worker.v1.SequenceFailure\x12\x0f\n\x07message\x18\x03 \x01(\t*\x9e\x01\n\x0fSequenceFailure\x12 \n\x1cSEQUENCE_FAILURE_UNSPECIFIED\x10\x00\x12#\n\x1fSEQUENCE_FAILURE_INVALID_LOGITS\x10\x01\x12 \n\x1cSEQUENCE_FAILURE_UNSUPPORTED\x10\x02\x12\"\n\x1eSEQUENCE_FAILURE_NO_TOKEN_LEFT\x10\x03\x32\xca\x01\n\rWorkerService\x12V\n\tLoadModel\x12\".octavo.worker.v1.LoadModelRequest\x1a#.octavo.worker.v1.LoadModelResponse0\x01\x12\x61\n\x0c\x45xecuteSteps\x12%.octavo.worker.v1.ExecuteStepsRequest\x1a&.octavo.worker.v1.ExecuteStepsResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doctavo/worker/v1/worker.proto\x12\x10octavo.worker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a%octavo/generation/v1/generation.proto\"\xc8\x01\n\x10LoadModelRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x1a\n\rmax_model_len\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\r\x12\x10\n\x08group_id\x18\x07 \x01(\tB\x10\n\x0e_max_model_len\"\x81\x01\n\x11LoadModelResponse\x12\x32\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.octavo.worker.v1.LoadProgressH\x00\x12.\n\x05model\x18\x02 \x01(\x0b\x32\x1d.octavo.worker.v1.LoadedModelH\x00\x42\x08\n\x06report\"N\n\x0cLoadProgress\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\t\x12\x14\n\x0cloaded_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"\xec\x01\n\x0bLoadedModel\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x05 \x01(\x0c\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x10\n\x08gpu_type\x18\x07 \x01(\t\x12\x18\n\x10total_vram_bytes\x18\x08 \x01(\x04\x12\x16\n\x0ekv_cache_bytes\x18\t \x01(\x04\x12\x15\n\rweights_bytes\x18\n \x01(\x04\"\xbe\x02\n\x13\x45xecuteStepsRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x65nded_slots\x18\x02 \x03(\r\x12\x34\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x1d.octavo.worker.v1.NewSequence\x12\r\n\x05slots\x18\x04 \x03(\r\x12\x1c\n\x14num_scheduled_tokens\x18\x05 \x03(\r\x12\x16\n\x0enum_new_blocks\x18\x06 \x03(\r\x12\x15\n\rnew_block_ids\x18\x07 \x03(\r\x12\x1d\n\x15\x63opy_source_block_ids\x18\x08 \x03(\r\x12\x1d\n\x15\x63opy_target_block_ids\x18\t \x03(\r\x12\x18\n\x10num_draft_tokens\x18\n \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x0b \x03(\r\"\xce\x01\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12=\n\x0fsampling_params\x18\x06 \x01(\x0b\x32$.octavo.generation.v1.SamplingParams\x12\x14\n\x0c\x63hoice_index\x18\x07 \x01(\r\"\xc3\x02\n\x14\x45xecuteStepsResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12:\n\x10\x66\x61iled_sequences\x18\x05 \x03(\x0b\x32 .octavo.worker.v1.FailedSequence\x12\x30\n\rstep_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x0foutput_logprobs\x18\x07 \x01(\x0b\x32\x1e.octavo.worker.v1.SlotLogprobs\x12=\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32$.octavo.worker.v1.SlotPromptLogprobs\"R\n\x0cSlotLogprobs\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x33\n\x06tokens\x18\x02 \x01(\x0b\x32#.octavo.generation.v1.TokenLogprobs\"\x7f\n\x12SlotPromptLogprobs\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x33\n\x06tokens\x18\x04 \x01(\x0b\x32#.octavo.generation.v1.TokenLogprobs\"c\n\x0e\x46\x61iledSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x32\n\x07\x66\x61ilure\x18\x02 \x01(\x0e\x32!.octavo.worker.v1.SequenceFailure\x12\x0f\n\x07message\x18\x03 \x01(\t*\x9e\x01\n\x0fSequenceFailure\x12 \n\x1cSEQUENCE_FAILURE_UNSPECIFIED\x10\x00\x12#\n\x1fSEQUENCE_FAILURE_INVALID_LOGITS\x10\x01\x12 \n\x1cSEQUENCE_FAILURE_UNSUPPORTED\x10\x02\x12\"\n\x1eSEQUENCE_FAILURE_NO_TOKEN_LEFT\x10\x03\x32\xca\x01\n\rWorkerService\x12V\n\tLoadModel\x12\".octavo.worker.v1.LoadModelRequest\x1a#.octavo.worker.v1.LoadModelResponse0\x01\x12\x61\n\x0c\x45xecuteSteps\x12%.octavo.worker.v1.ExecuteStepsRequest\x1a&.octavo.worker.v1.ExecuteStepsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.worker.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEQUENCEFAILURE']._serialized_start=1878
-  _globals['_SEQUENCEFAILURE']._serialized_end=2036
+  _globals['_SEQUENCEFAILURE']._serialized_start=1947
+  _globals['_SEQUENCEFAILURE']._serialized_end=2105
   _globals['_LOADMODELREQUEST']._serialized_start=123
-  _globals['_LOADMODELREQUEST']._serialized_end=305
-  _globals['_LOADMODELRESPONSE']._serialized_start=308
-  _globals['_LOADMODELRESPONSE']._serialized_end=437
-  _globals['_LOADPROGRESS']._serialized_start=439
-  _globals['_LOADPROGRESS']._serialized_end=517
-  _globals['_LOADEDMODEL']._serialized_start=520
-  _globals['_LOADEDMODEL']._serialized_end=756
-  _globals['_EXECUTESTEPSREQUEST']._serialized_start=759
-  _globals['_EXECUTESTEPSREQUEST']._serialized_end=1026
-  _globals['_NEWSEQUENCE']._serialized_start=1029
-  _globals['_NEWSEQUENCE']._serialized_end=1235
-  _globals['_EXECUTESTEPSRESPONSE']._serialized_start=1238
-  _globals['_EXECUTESTEPSRESPONSE']._serialized_end=1561
-  _globals['_SLOTLOGPROBS']._serialized_start=1563
-  _globals['_SLOTLOGPROBS']._serialized_end=1645
-  _globals['_SLOTPROMPTLOGPROBS']._serialized_start=1647
-  _globals['_SLOTPROMPTLOGPROBS']._serialized_end=1774
-  _globals['_FAILEDSEQUENCE']._serialized_start=1776
-  _globals['_FAILEDSEQUENCE']._serialized_end=1875
-  _globals['_WORKERSERVICE']._serialized_start=2039
-  _globals['_WORKERSERVICE']._serialized_end=2241
+  _globals['_LOADMODELREQUEST']._serialized_end=323
+  _globals['_LOADMODELRESPONSE']._serialized_start=326
+  _globals['_LOADMODELRESPONSE']._serialized_end=455
+  _globals['_LOADPROGRESS']._serialized_start=457
+  _globals['_LOADPROGRESS']._serialized_end=535
+  _globals['_LOADEDMODEL']._serialized_start=538
+  _globals['_LOADEDMODEL']._serialized_end=774
+  _globals['_EXECUTESTEPSREQUEST']._serialized_start=777
+  _globals['_EXECUTESTEPSREQUEST']._serialized_end=1095
+  _globals['_NEWSEQUENCE']._serialized_start=1098
+  _globals['_NEWSEQUENCE']._serialized_end=1304
+  _globals['_EXECUTESTEPSRESPONSE']._serialized_start=1307
+  _globals['_EXECUTESTEPSRESPONSE']._serialized_end=1630
+  _globals['_SLOTLOGPROBS']._serialized_start=1632
+  _globals['_SLOTLOGPROBS']._serialized_end=1714
+  _globals['_SLOTPROMPTLOGPROBS']._serialized_start=1716
+  _globals['_SLOTPROMPTLOGPROBS']._serialized_end=1843
+  _globals['_FAILEDSEQUENCE']._serialized_start=1845
+  _globals['_FAILEDSEQUENCE']._serialized_end=1944
+  _globals['_WORKERSERVICE']._serialized_start=2108
+  _globals['_WORKERSERVICE']._serialized_end=2310
 # @@protoc_insertion_point(module_scope)

@@ -61,6 +61,7 @@ class LoadModelRequest(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """This worker's rank."""
     tensor_parallel_size: _builtins.int
@@ -73,6 +74,10 @@ class LoadModelRequest(_message.Message):
     """Sequences in a step at most."""
     max_num_batched_tokens: _builtins.int
     """Tokens in a step at most."""
+    group_id: _builtins.str
+    """Names this forming of the group: ranks that are given the same id compute together. An id is never used again,
+    so that a rank that was started anew cannot come into a group that is broken. Empty for a lone rank.
+    """
     def __init__(
         self,
         *,
@@ -82,10 +87,11 @@ class LoadModelRequest(_message.Message):
         max_model_len: _builtins.int | None = ...,
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
+        group_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len", "max_model_len", b"max_model_len"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len", "block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "rank", b"rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len", "block_size", b"block_size", "group_id", b"group_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "rank", b"rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_model_len: _TypeAlias = _typing.Literal["max_model_len"]  # noqa: Y015
     _WhichOneofArgType__max_model_len: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len"]  # noqa: Y015
@@ -219,7 +225,9 @@ Global___LoadedModel: _TypeAlias = LoadedModel  # noqa: Y015
 class ExecuteStepsRequest(_message.Message):
     """ExecuteStepsRequest is one step as a difference to what the worker knows. Sequences are named by
     the slot that the engine gave them. The arrays from slots on have one entry for each scheduled
-    sequence. A sequence is sampled when its last known token is computed in this step.
+    sequence. A sequence is sampled when its last known token is computed in this step. Tokens that the
+    engine expects to come next may be computed behind it: drafts. A draft is accepted when it is the
+    token that is sampled in its place and all drafts before it are accepted.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -233,6 +241,8 @@ class ExecuteStepsRequest(_message.Message):
     NEW_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     COPY_SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     COPY_TARGET_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Counts up by one."""
     @_builtins.property
@@ -249,7 +259,7 @@ class ExecuteStepsRequest(_message.Message):
 
     @_builtins.property
     def num_scheduled_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens to compute for each."""
+        """Tokens to compute for each, drafts included."""
 
     @_builtins.property
     def num_new_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -267,6 +277,14 @@ class ExecuteStepsRequest(_message.Message):
     def copy_target_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The target of each copy; as long as copy_source_block_ids."""
 
+    @_builtins.property
+    def num_draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of the tokens of each are drafts, the last ones; empty when no sequence has any."""
+
+    @_builtins.property
+    def draft_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their token ids, one sequence after the other."""
+
     def __init__(
         self,
         *,
@@ -279,10 +297,12 @@ class ExecuteStepsRequest(_message.Message):
         new_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         copy_source_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         copy_target_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_draft_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        draft_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "ended_slots", b"ended_slots", "new_block_ids", b"new_block_ids", "new_sequences", b"new_sequences", "num_new_blocks", b"num_new_blocks", "num_scheduled_tokens", b"num_scheduled_tokens", "slots", b"slots", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "draft_token_ids", b"draft_token_ids", "ended_slots", b"ended_slots", "new_block_ids", b"new_block_ids", "new_sequences", b"new_sequences", "num_draft_tokens", b"num_draft_tokens", "num_new_blocks", b"num_new_blocks", "num_scheduled_tokens", b"num_scheduled_tokens", "slots", b"slots", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -362,7 +382,7 @@ class ExecuteStepsResponse(_message.Message):
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many tokens each got."""
+        """How many tokens each got: its accepted drafts, and the token that was sampled after them."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -53,7 +53,8 @@ class WorkerServiceServicer:
 
     def LoadModel(self, request, context):
         """LoadModel loads the weights, measures memory and allocates the KV cache, sending progress while
-        it does. When the same model is loaded already it answers at once.
+        it does. When the same model is loaded already, in the same group, it answers at once. Where there are several
+        ranks it answers when all have loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,8 @@ class WorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     LoadModel: _grpc.UnaryStreamMultiCallable[_worker_pb2.LoadModelRequest, _worker_pb2.LoadModelResponse]
     """LoadModel loads the weights, measures memory and allocates the KV cache, sending progress while
-    it does. When the same model is loaded already it answers at once.
+    it does. When the same model is loaded already, in the same group, it answers at once. Where there are several
+    ranks it answers when all have loaded.
     """
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_worker_pb2.ExecuteStepsRequest, _worker_pb2.ExecuteStepsResponse]
     """ExecuteSteps runs forward passes. A new stream starts from no sequences; opening one ends
@@ -49,7 +50,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     LoadModel: _aio.UnaryStreamMultiCallable[_worker_pb2.LoadModelRequest, _worker_pb2.LoadModelResponse]  # type: ignore[assignment]
     """LoadModel loads the weights, measures memory and allocates the KV cache, sending progress while
-    it does. When the same model is loaded already it answers at once.
+    it does. When the same model is loaded already, in the same group, it answers at once. Where there are several
+    ranks it answers when all have loaded.
     """
     ExecuteSteps: _aio.StreamStreamMultiCallable[_worker_pb2.ExecuteStepsRequest, _worker_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
     """ExecuteSteps runs forward passes. A new stream starts from no sequences; opening one ends
@@ -66,7 +68,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.LoadModelResponse], _abc.AsyncIterator[_worker_pb2.LoadModelResponse]]:
         """LoadModel loads the weights, measures memory and allocates the KV cache, sending progress while
-        it does. When the same model is loaded already it answers at once.
+        it does. When the same model is loaded already, in the same group, it answers at once. Where there are several
+        ranks it answers when all have loaded.
         """
 
     @_abc_1.abstractmethod

@@ -54,6 +54,7 @@ _ANY_PROCESSOR_UNITS = (
     "sampling_portable.cpp",
     "step_portable.cpp",
     "sampler.cpp",
+    "collective.cpp",
     "model.cpp",
     "packing.cpp",
     "memory.cpp",

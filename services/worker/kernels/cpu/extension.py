@@ -23,6 +23,37 @@ Int64Vector = NDArray[np.int64]
 _MODULE_NAME = "services.worker.kernels.cpu._native"
 
 
+class NativeCollective(Protocol):
+    """A rank's place in memory that the ranks of a group share."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank had left or came too late at the last meeting: results since then mean nothing."""
+        ...
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time spent waiting for other ranks since the beginning."""
+        ...
+
+
+class NativeCollectiveFactory(Protocol):
+    """The constructor of ``NativeCollective``."""
+
+    def __call__(
+        self,
+        *,
+        memory: NDArray[np.uint8],
+        rank: int,
+        num_ranks: int,
+        parts_offset: int,
+        part_bytes: int,
+        timeout_seconds: float,
+    ) -> NativeCollective:
+        """Use the shared memory, whose layout is that of ``services.worker.exchange``."""
+        ...
+
+
 class NativeModel(Protocol):
     """A model's packed weights, its threads and the memory of its steps."""
 
@@ -75,8 +106,15 @@ class NativeModel(Protocol):
         """Append a gated feed-forward; the activation is one of the module's."""
         ...
 
-    def set_head(self, norm: FloatVector, weight: Bfloat16Bits | None) -> None:
-        """Set the final norm and the head; without a weight the head is the embedding."""
+    def set_head(self, norm: FloatVector, weight: Bfloat16Bits | None, first: int, count: int) -> None:
+        """Set the final norm and the head of ``count`` tokens from ``first`` on.
+
+        Without a weight it is those rows of the embedding; ``first`` must be a multiple of 32 then.
+        """
+        ...
+
+    def join(self, collective: NativeCollective) -> None:
+        """Put results together with those of the other ranks, which must run the same steps."""
         ...
 
     def bind_cache(self, layers: Sequence[Bfloat16Bits]) -> None:
@@ -249,6 +287,7 @@ class Extension(Protocol):
     """The module."""
 
     NativeModel: NativeModelFactory
+    NativeCollective: NativeCollectiveFactory
     Activation: NativeActivations
     EditArrays: EditArraysFactory
     MeasuredArrays: MeasuredArraysFactory

@@ -13,15 +13,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from libs.errors import InternalError
 from libs.obs import get_logger
 from services.worker.config import Quantization
+from services.worker.exchange import Exchange
 from services.worker.input_batch import FlatBatch
 from services.worker.kernels.cpu.cache import TILE_TOKENS, TiledKVCache
-from services.worker.kernels.cpu.extension import Bfloat16Bits, Extension, FloatVector, NativeModel
+from services.worker.kernels.cpu.extension import (
+    Bfloat16Bits,
+    Extension,
+    FloatVector,
+    NativeCollective,
+    NativeModel,
+)
 from services.worker.kv_cache import KVCache, KVCachePlan
 from services.worker.layers.rotary import rotary_amplitude, rotary_frequencies
-from services.worker.models.description import Activation, Attention, FeedForward, Norm, Projection, describe
+from services.worker.models.description import Activation, Attention, FeedForward, Norm, Projection
 from services.worker.models.parameters import read_bias, read_norm, read_weight
+from services.worker.models.shard import ModelShard, describe_shard, plan_shard
 from services.worker.step_work import MachineLimits
 from services.worker.weights import ModelConfig, WeightReader
 from services.worker.work_counter import WeightSizes
@@ -61,8 +70,14 @@ class NativeForwardPass:
         num_threads: int,
         kernels: str = "",
         quantization: Quantization = Quantization.NONE,
+        shard: ModelShard | None = None,
     ) -> None:
-        self._config = config
+        """Load the model that ``config`` is about, or one rank's part of it."""
+        shard = shard or plan_shard(config, 0, 1)
+        self._extension = extension
+        self._exchange: Exchange | None = None
+        self._collective: NativeCollective | None = None
+        self._config = shard.config_of(config)
         self._quantization = quantization
         self._model, self._weight_sizes = _load(
             extension,
@@ -72,6 +87,7 @@ class NativeForwardPass:
             num_threads=num_threads,
             kernels=kernels,
             quantization=quantization,
+            shard=shard,
         )
         # Kept from step to step: to touch new memory costs more than to fill it.
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
@@ -88,6 +104,11 @@ class NativeForwardPass:
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are kept."""
         return self._model.weight_bytes
+
+    @property
+    def kernels(self) -> str:
+        """Name of the instruction set in use."""
+        return self._model.kernels
 
     @property
     def native_model(self) -> NativeModel:
@@ -114,12 +135,30 @@ class NativeForwardPass:
         self._cache = cache
         return cache
 
+    def join(self, exchange: Exchange) -> None:
+        """Compute together with the other ranks from now on; logits are read where all ranks write them."""
+        self._exchange = exchange
+        self._collective = self._extension.NativeCollective(
+            memory=exchange.memory,
+            rank=exchange.rank,
+            num_ranks=exchange.layout.num_ranks,
+            parts_offset=exchange.layout.parts_offset,
+            part_bytes=exchange.layout.part_bytes,
+            timeout_seconds=exchange.timeout_seconds,
+        )
+        self._model.join(self._collective)
+        self._logits, self._row_logits = exchange.step_logits, exchange.head_logits
+
+    @property
+    def exchange_wait_seconds(self) -> float:
+        """Time that steps have waited for other ranks."""
+        return 0.0 if self._collective is None else self._collective.wait_seconds
+
     def run(self, batch: FlatBatch) -> NativeForwarded:
-        """Compute all tokens of the batch."""
+        """Compute all tokens of the batch; raises WorkerLost when another rank is lost."""
         is_finite = np.empty(len(batch.token_ids), dtype=np.uint8)
-        sampled_rows = batch.last_rows[batch.is_sampled]
-        if len(self._logits) < len(sampled_rows):
-            self._logits = np.empty((len(sampled_rows), self._config.vocab_size), dtype=np.float32)
+        sampled_rows = batch.sampled_rows
+        self._logits = self._with_room(self._logits, len(sampled_rows))
         logits = self._logits[: len(sampled_rows)]
         self._model.forward(
             token_ids=batch.token_ids,
@@ -131,17 +170,27 @@ class NativeForwardPass:
             logits=logits,
             is_finite=is_finite,
         )
+        self._raise_if_broken()
         by_sequence: NDArray[np.bool_] = np.logical_and.reduceat(is_finite.view(np.bool_), batch.first_rows)
-        return NativeForwarded(
-            is_finite=by_sequence, is_sampled=batch.is_sampled, sampled_logits=logits, head=self._head
-        )
+        return NativeForwarded(is_finite=by_sequence, batch=batch, sampled_logits=logits, head=self._head)
 
     def _head(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        if len(self._row_logits) < len(rows):
-            self._row_logits = np.empty((len(rows), self._config.vocab_size), dtype=np.float32)
+        self._row_logits = self._with_room(self._row_logits, len(rows))
         logits = self._row_logits[: len(rows)]
         self._model.head(rows=rows, logits=logits)
+        self._raise_if_broken()
         return logits
+
+    def _with_room(self, logits: NDArray[np.float32], num_rows: int) -> NDArray[np.float32]:
+        if num_rows <= len(logits):
+            return logits
+        if self._exchange is not None:
+            raise InternalError(f"The ranks share {len(logits)} rows of logits, but {num_rows} are needed.")
+        return np.empty((num_rows, self._config.vocab_size), dtype=np.float32)
+
+    def _raise_if_broken(self) -> None:
+        if self._collective is not None and self._exchange is not None and self._collective.is_broken:
+            self._exchange.raise_if_broken()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,15 +198,16 @@ class NativeForwarded:
     """What a step gave."""
 
     is_finite: NDArray[np.bool_]  # [num_seqs]
-    is_sampled: NDArray[np.bool_]  # [num_seqs]
-    sampled_logits: NDArray[np.float32]  # [number of sampled sequences, vocab_size]
+    batch: FlatBatch
+    sampled_logits: NDArray[np.float32]  # [number of sampled rows, vocab_size]
 
     head: Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
     def logits(self, is_chosen: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Return the logits of some of the sampled sequences."""
-        chosen = is_chosen[self.is_sampled]
-        return self.sampled_logits if chosen.all() else self.sampled_logits[chosen]
+        """Return the logits of the sampled rows of some of the sampled sequences."""
+        if is_chosen[self.batch.is_sampled].all():
+            return self.sampled_logits
+        return self.sampled_logits[np.isin(self.batch.sampled_rows, self.batch.sampled_rows_of(is_chosen))]
 
     def row_logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Compute the logits of any rows of the step, which must be the last one."""
@@ -173,9 +223,11 @@ def _load(
     num_threads: int,
     kernels: str,
     quantization: Quantization,
+    shard: ModelShard,
 ) -> tuple[NativeModel, WeightSizes]:
-    """Turn the model's description into a plan, packing each weight as it is read."""
-    description = describe(config)
+    """Turn the description of a rank's part into a plan, packing each weight as it is read."""
+    description = describe_shard(config, shard)
+    config = shard.config_of(config)
     rotaries = description.rotaries
     model = extension.NativeModel(
         hidden_size=config.hidden_size,
@@ -201,12 +253,17 @@ def _load(
             _add_feed_forward(model, operation, extension, parameters)
     layers_bytes = model.weight_bytes - embedding_bytes
     head = None if description.head is None else parameters.weight(description.head)
-    model.set_head(parameters.norm(description.final_norm), head)
+    rows = description.head_rows
+    model.set_head(parameters.norm(description.final_norm), head, rows.first, rows.size)
     for name in description.unused:
         reader.skip(name)
     reader.finish()
     # A head of its own was packed last; otherwise the embedding is read as the head.
-    head_bytes = model.weight_bytes - layers_bytes - (0 if head is None else embedding_bytes)
+    head_bytes = (
+        model.weight_bytes - layers_bytes - embedding_bytes
+        if head is not None
+        else embedding_bytes * rows.size // config.vocab_size
+    )
     return model, WeightSizes(layers_bytes=layers_bytes, head_bytes=head_bytes)
 
 

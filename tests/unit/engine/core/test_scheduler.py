@@ -243,7 +243,14 @@ def test_a_stream_that_is_gone_takes_all_of_its_requests_with_it() -> None:
 
 def _result(step_id: int, slots: list[int], token_ids: list[int], failed_slots: tuple[int, ...] = ()) -> StepResult:
     failures = tuple(SlotFailure(slot, InvalidLogits("The logits are not numbers.")) for slot in failed_slots)
-    return StepResult(step_id, np.array(slots, np.int64), np.array(token_ids, np.uint32), failures, 0.001)
+    return StepResult(
+        step_id,
+        np.array(slots, np.int64),
+        np.ones(len(slots), np.int64),
+        np.array(token_ids, np.uint32),
+        failures,
+        0.001,
+    )
 
 
 @pytest.mark.parametrize(
@@ -344,7 +351,10 @@ def test_a_failure_says_what_went_wrong() -> None:
     error = InvalidLogits("A special fault.")
 
     events = scheduler.apply(
-        StepResult(1, np.empty(0, np.int64), np.empty(0, np.uint32), (SlotFailure(0, error),), 0.001), 1.0
+        StepResult(
+            1, np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32), (SlotFailure(0, error),), 0.001
+        ),
+        1.0,
     )
 
     assert [end.error for end in events.ends] == [error]

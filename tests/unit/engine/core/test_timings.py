@@ -50,7 +50,7 @@ class _Engine:
         sampled = output.slots[output.is_sampled]
         token_ids = np.arange(self._next_token, self._next_token + len(sampled), dtype=np.uint32)
         self._next_token += len(sampled)
-        result = StepResult(output.step_id, sampled, token_ids, (), seconds)
+        result = StepResult(output.step_id, sampled, np.ones_like(sampled), token_ids, (), seconds)
         events = self.scheduler.apply(result, self.now)
         self.scheduler.kv_cache.take_changes()
         self.first_tokens += events.first_tokens

@@ -138,3 +138,22 @@ def test_grants_add_up_to_the_step() -> None:
     grants = [_grant(budget, 1_000, has_rivals=True) for _ in range(6)]
 
     assert grants == [25, 25, 25, 15, 0, 0]
+
+
+def test_drafts_get_what_is_left() -> None:
+    budget = _budget(10)
+    budget.take_decodes(3, 30)
+    budget.grant_chunk(4, num_computed_tokens=0, has_rivals=False)
+
+    assert budget.grant_drafts(2, num_computed_tokens=10) == 2
+    assert budget.grant_drafts(4, num_computed_tokens=10) == 1
+    assert budget.grant_drafts(4, num_computed_tokens=10) == 0
+
+
+def test_drafts_take_no_more_than_the_time_that_is_left() -> None:
+    # A millisecond for the step, a tenth of one for each token.
+    budget = _budget(target_seconds=1.65e-3, cost_model=_cost_model())
+    budget.take_decodes(1, 0)
+
+    assert budget.grant_drafts(8, num_computed_tokens=0) == 5
+    assert budget.grant_drafts(8, num_computed_tokens=0) == 0

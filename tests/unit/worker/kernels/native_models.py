@@ -74,6 +74,7 @@ def flat_batch(parts: Sequence[Part], block_size: int = BLOCK_SIZE) -> FlatBatch
         slot_mapping=tables[sequences, positions // block_size].astype(np.int64) * block_size
         + positions % block_size,
         is_sampled=np.ones(len(parts), dtype=np.bool_),
+        num_drafts=np.zeros(len(parts), dtype=np.int64),
     )
 
 

@@ -280,16 +280,22 @@ void NativeModel::add(const Operation& operation) {
     operations_.push_back(operation);
 }
 
-void NativeModel::set_head(Values norm, const Matrix* weight) {
+void NativeModel::set_head(Values norm, const Matrix* weight, int64_t first, int64_t count) {
     const Shape& shape = model_.shape;
+    require(first >= 0 && count > 0 && first + count <= shape.vocab_size, "The head's rows are not in the vocabulary.");
+    model_.head_first = (int)first;
+    model_.head_count = (int)count;
     model_.final_norm = keep(norm, shape.hidden_size, shape.hidden_stride);
     if (weight) {
-        require_shape(*weight, shape.vocab_size, shape.hidden_size, "The head has another shape than the model.");
+        require_shape(*weight, count, shape.hidden_size, "The head has another shape than the model.");
         Columns columns;
         append_in_order(columns, *weight);
         model_.head = pack(columns, shape.hidden_size);
     } else {
+        require(first % kPanelColumns == 0, "A part of a tied head begins with a panel.");
         model_.head = model_.embedding;
+        model_.head.data += first / kPanelColumns * model_.head.panel_bytes;
+        model_.head.num_panels = (int)(rounded_up(count, kPanelColumns) / kPanelColumns);
     }
 }
 
@@ -304,6 +310,8 @@ void NativeModel::bind_cache(const std::vector<bf16*>& layers, int64_t num_block
     require(index == layers.size(), "The cache has more layers than the model.");
     num_blocks_ = num_blocks;
 }
+
+void NativeModel::join(Collective* collective) { collective_ = collective; }
 
 void NativeModel::check_step(const StepArrays& arrays) const {
     require(model_.embedding.data && model_.head.data, "The model has no embedding or no head yet.");
@@ -321,6 +329,9 @@ void NativeModel::check_step(const StepArrays& arrays) const {
             "A block is not in the cache.");
     require(all_within(arrays.sampled_rows, arrays.num_sampled_rows, arrays.num_tokens),
             "A row to sample is not in the batch.");
+    const size_t row_bytes = (size_t)shape.hidden_stride * sizeof(float);
+    require(!collective_ || (size_t)arrays.num_tokens * row_bytes <= collective_->part_bytes(),
+            "The ranks share too little memory for so many tokens.");
     require(arrays.num_sampled_rows <= arrays.num_tokens, "More rows are to be sampled than there are.");
     int64_t num_queries = 0;
     for (int64_t i = 0; i < arrays.num_sequences; ++i) {
@@ -401,7 +412,8 @@ void NativeModel::run(const StepArrays& arrays) {
                          (int)arrays.num_sampled_rows,
                          arrays.logits,
                          arrays.is_finite};
-    const Step step = {&model_, &batch, &workspace_, pool_.get()};
+    const Step step = {&model_, &batch, &workspace_, pool_.get(), collective_};
+    if (collective_) collective_->begin_step();
     pool_->run([&](int thread) { kernels_.run_step(step, thread); });
     num_rows_of_last_step_ = arrays.num_tokens;
 }
@@ -417,7 +429,9 @@ void NativeModel::run_head(const int64_t* rows, int64_t num_rows, float* logits)
     batch.sampled_rows = rows;
     batch.num_sampled_rows = (int)num_rows;
     batch.logits = logits;
-    const Step step = {&model_, &batch, &workspace_, pool_.get()};
+    const Step step = {&model_, &batch, &workspace_, pool_.get(), collective_};
+    // The logits before these lie in the same memory, and another rank may still read them.
+    if (collective_) collective_->meet();
     pool_->run([&](int thread) { kernels_.run_head(step, thread); });
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "collective.hpp"
 #include "memory.hpp"
 #include "packing.hpp"
 #include "plan.hpp"
@@ -68,9 +69,14 @@ class NativeModel {
     void add_attention(Values norm, Matrix query, Matrix key, Matrix value, Matrix output,
                        const AttentionDetails& details);
     void add_feed_forward(Values norm, Matrix gate, Matrix up, Matrix down, Activation activation, Values norm_after);
-    void set_head(Values norm, const Matrix* weight);  // without a weight the head is the embedding
+    // The head gives the logits of `count` tokens from `first` on. Without a weight it is these rows of the embedding,
+    // of which `first` must begin a panel.
+    void set_head(Values norm, const Matrix* weight, int64_t first, int64_t count);
     // Takes the cache of each attention in turn; the memory must outlive the model's steps.
     void bind_cache(const std::vector<bf16*>& layers, int64_t num_blocks);
+    // Makes this model a part of one: each operation's result and the logits are put together with those of the other
+    // ranks, which must run the same steps. The collective must outlive the steps.
+    void join(Collective* collective);
 
     void run(const StepArrays& arrays);
     // Computes the logits [num_rows][vocab_size] of rows of the last step.
@@ -108,6 +114,7 @@ class NativeModel {
     int max_inputs_ = 0;
     int max_panels_of_operations_ = 0;
     int64_t num_blocks_ = 0;
+    Collective* collective_ = nullptr;
     bool has_head_norms_ = false, has_norms_after_ = false;
     int64_t num_rows_of_last_step_ = 0;
     std::unique_ptr<Pool> pool_;

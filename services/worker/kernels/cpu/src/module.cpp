@@ -269,6 +269,20 @@ NB_MODULE(_native, module) {
         .def("sample", &sample, nb::kw_only(), "logits"_a, "inverse_temperatures"_a, "top_k"_a, "top_p"_a,
              "least_scores"_a, "draw_keys"_a, "edits"_a, "measured"_a, "token_ids"_a, "statuses"_a)
         .def("measure", &measure, nb::kw_only(), "logits"_a, "token_ids"_a, "measured"_a, "is_finite"_a);
+    nb::class_<Collective>(module, "NativeCollective")
+        .def(
+            "__init__",
+            [](Collective* self, Array<uint8_t, 1> memory, int rank, int num_ranks, size_t parts_offset,
+               size_t part_bytes, double timeout_seconds) {
+                if (memory.shape(0) < parts_offset + 2 * (size_t)num_ranks * part_bytes)
+                    throw std::invalid_argument("The memory is too small for the parts of all ranks.");
+                new (self) Collective(reinterpret_cast<char*>(memory.data()), rank, num_ranks, parts_offset, part_bytes,
+                                      timeout_seconds);
+            },
+            nb::kw_only(), "memory"_a, "rank"_a, "num_ranks"_a, "parts_offset"_a, "part_bytes"_a, "timeout_seconds"_a,
+            nb::keep_alive<1, 2>())
+        .def_prop_ro("is_broken", &Collective::is_broken)
+        .def_prop_ro("wait_seconds", &Collective::wait_seconds);
     nb::class_<NativeModel>(module, "NativeModel")
         .def(
             "__init__",
@@ -318,13 +332,14 @@ NB_MODULE(_native, module) {
             nb::kw_only(), "norm"_a, "gate"_a, "up"_a, "down"_a, "activation"_a, "norm_after"_a.none())
         .def(
             "set_head",
-            [](NativeModel& model, VectorArray norm, std::optional<WeightArray> weight) {
+            [](NativeModel& model, VectorArray norm, std::optional<WeightArray> weight, int64_t first, int64_t count) {
                 nb::gil_scoped_release release;
-                if (!weight) return model.set_head(values_of(norm), nullptr);
+                if (!weight) return model.set_head(values_of(norm), nullptr, first, count);
                 const Matrix matrix = matrix_of(*weight);
-                model.set_head(values_of(norm), &matrix);
+                model.set_head(values_of(norm), &matrix, first, count);
             },
-            "norm"_a, "weight"_a.none())
+            "norm"_a, "weight"_a.none(), "first"_a, "count"_a)
+        .def("join", &NativeModel::join, "collective"_a, nb::keep_alive<1, 2>())
         .def("bind_cache", &bind_cache)
         .def("forward", &forward, nb::kw_only(), "token_ids"_a, "positions"_a, "slot_mapping"_a, "num_queries"_a,
              "block_tables"_a, "sampled_rows"_a, "logits"_a, "is_finite"_a)

@@ -84,6 +84,8 @@ struct Model {
     float embedding_scale;  // of what comes in, not of a head with the same weight
     const float* final_norm;
     Panels head;
+    int head_first;  // the token of its first column
+    int head_count;  // tokens whose logits it gives: the vocabulary, or a rank's share of it
     int num_rotations;
     const float* frequencies;  // [num_rotations][head_dim / 2]
     const float* amplitudes;   // [num_rotations]: what cosines and sines are multiplied by
@@ -163,11 +165,14 @@ class Team {
     virtual void wait(const Phase& phase) const = 0;
 };
 
+class Collective;
+
 struct Step {
     const Model* model;
     const Batch* batch;
     const Workspace* workspace;
     Team* team;
+    Collective* collective = nullptr;  // where ranks meet that hold a part of the model each
 };
 
 // What one instruction set offers.

@@ -3,6 +3,10 @@
 #include <algorithm>
 #include <chrono>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 namespace octavo {
 namespace {
 
@@ -38,10 +42,46 @@ bool spin_until(int64_t num_nanoseconds, const IsDone& is_done) {
     return is_done();
 }
 
+// ---- Cores -----------------------------------------------------------------------------------------------------------
+
+#if defined(__linux__)
+std::vector<int> allowed_cores() {
+    cpu_set_t allowed;
+    std::vector<int> cores;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return cores;
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+        if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+    return cores;
+}
+
+void stay_on(int core) {
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(core, &only);
+    sched_setaffinity(0, sizeof(only), &only);
+}
+
+// Moves this thread to a core, from which the system may move it again.
+void go_to(int core) {
+    cpu_set_t allowed;
+    if (sched_getcpu() == core || sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+    stay_on(core);
+    sched_setaffinity(0, sizeof(allowed), &allowed);
+}
+#else
+std::vector<int> allowed_cores() { return {}; }
+void stay_on(int) {}
+void go_to(int) {}
+#endif
+
 }  // namespace
 
 Pool::Pool(int num_threads)
     : num_threads_(num_threads), num_done_((size_t)num_threads), seats_((size_t)num_threads) {
+    // With a thread for each core each has its own. Left to itself a system wakes two on one core and keeps them there for
+    // seconds while another is idle: a virtual machine's idle core can look as if it were taken away (Linux 6.18 on KVM).
+    if (num_threads > 1) cores_ = allowed_cores();
+    if (cores_.size() != (size_t)num_threads) cores_.clear();
     for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
 }
 
@@ -71,6 +111,7 @@ void Pool::invite(const std::function<void(int)>& work) {
 
 void Pool::run(const std::function<void(int)>& work) {
     invite(work);
+    if (!cores_.empty()) go_to(cores_[0]);
     work(0);
     for (int thread = 1; thread < num_threads_; ++thread) {
         std::atomic<uint32_t>& seat = seats_[(size_t)thread].value;
@@ -83,12 +124,14 @@ void Pool::run(const std::function<void(int)>& work) {
 
 void Pool::run_on_all(const std::function<void(int)>& work) {
     invite(work);
+    if (!cores_.empty()) go_to(cores_[0]);
     work(0);
     for (int thread = 1; thread < num_threads_; ++thread)
         for (const Seat seat : {kInvited, kTaken}) wait_while(seats_[(size_t)thread].value, seat);
 }
 
 void Pool::serve(int thread) {
+    if (!cores_.empty()) stay_on(cores_[(size_t)thread]);
     std::atomic<uint32_t>& seat = seats_[(size_t)thread].value;
     for (uint32_t seen = 0;;) {
         wait_while(generation_.value, seen);

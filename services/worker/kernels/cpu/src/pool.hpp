@@ -59,6 +59,7 @@ class Pool final : public Team {
     static void wait_while(const std::atomic<uint32_t>& value, uint32_t old);
 
     const int num_threads_;
+    std::vector<int> cores_;  // by thread; empty where the system places threads
     uint64_t first_item_ = 0;
     Counter next_item_;    // that nobody has claimed
     Counter next_number_;

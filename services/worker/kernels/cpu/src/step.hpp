@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention.hpp"
+#include "parts.hpp"
 #include "phases.hpp"
 #include "plan.hpp"
 #include "products.hpp"
@@ -302,10 +303,11 @@ struct WriteGated {
 struct WriteColumns {
     float* rows;
     int num_columns;
+    int stride;
 
     OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
         const int first = panel * kPanelColumns, count = at_most(num_columns - first, kPanelColumns);
-        float* to = rows + (ptrdiff_t)row * num_columns + first;
+        float* to = rows + (ptrdiff_t)row * stride + first;
         if (count == kPanelColumns) {
             store(to, left);
             store(to + kLanes, right);
@@ -344,10 +346,14 @@ void norm_heads(const Step& step, Walk& walk, const Operation& operation) {
 void run_operation(const Step& step, Walk& walk, const Operation& operation) {
     const Shape& shape = step.model->shape;
     const Workspace& work = *step.workspace;
-    const int num_tokens = step.batch->num_tokens;
-    const WriteProduced write = operation.norm_after
-                                    ? WriteProduced{nullptr, work.produced, shape.hidden_stride, operation.second_bias}
-                                    : WriteProduced{work.hidden, work.hidden, shape.hidden_stride, operation.second_bias};
+    const int num_tokens = step.batch->num_tokens, index = (int)(&operation - step.model->operations);
+    float* produced = operation.norm_after ? work.produced : work.hidden;
+    const float* residual = operation.norm_after ? nullptr : work.hidden;
+    // What a rank produces is a part of a sum.
+    const WriteProduced write = step.collective ? WriteProduced{nullptr, step.collective->own_part(index),
+                                                                shape.hidden_stride, operation.second_bias}
+                                                : WriteProduced{residual, produced, shape.hidden_stride,
+                                                                operation.second_bias};
     if (operation.kind == OperationKind::kAttention) {
         multiply_normed(step, walk, operation.first, operation.norm, nullptr, num_tokens, WriteHeads{step, operation});
         if (operation.query_norm) norm_heads(step, walk, operation);
@@ -359,6 +365,7 @@ void run_operation(const Step& step, Walk& walk, const Operation& operation) {
                         WriteGated{work.inner, inner_stride, operation.activation});
         multiply_rows_of(step, walk, operation.second, work.inner, inner_stride, write);
     }
+    if (step.collective) add_parts(step, walk, index, residual, produced);
     if (operation.norm_after) add_normed_rows(step, walk, operation.norm_after);
 }
 
@@ -379,8 +386,11 @@ void sample_rows(const Step& step, Walk& walk) {
     const Model& model = *step.model;
     if (step.batch->num_sampled_rows)
         multiply_normed(step, walk, model.head, model.final_norm, step.batch->sampled_rows,
-                        step.batch->num_sampled_rows, WriteColumns{step.batch->logits, model.shape.vocab_size});
+                        step.batch->num_sampled_rows,
+                        WriteColumns{step.batch->logits + model.head_first, model.head_count, model.shape.vocab_size});
     end_products();
+    // All ranks write their columns into the same rows.
+    if (step.collective) meet_ranks(step, walk);
 }
 
 void run_head(const Step& step, int thread) {
@@ -400,7 +410,7 @@ void run_step(const Step& step, int thread) {
 void multiply_all_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
                        int num_columns) {
     Walk walk(*step.team, thread);
-    multiply_rows_of(step, walk, weight, rows, stride, WriteColumns{to, num_columns});
+    multiply_rows_of(step, walk, weight, rows, stride, WriteColumns{to, num_columns, num_columns});
     end_products();
 }
 

@@ -1,0 +1,92 @@
+"""One choice's text with its markers read: what is content, what is reasoning, what are calls of tools.
+
+Owns the count of reasoning tokens. It must not know which markers a model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from services.gateway.generation import GenerationFinished
+from services.gateway.model_formats.model_format import AnswerParser
+from services.gateway.model_formats.reasoning import ReasoningState
+from services.gateway.output_text import ChoiceOutput, TextDelta
+
+
+class ParsedOutput:
+    """A ``ChoiceOutput`` around another whose text is read."""
+
+    def __init__(self, output: ChoiceOutput, parser: AnswerParser, *, shows_reasoning: bool) -> None:
+        self._output = output
+        self._parser = parser
+        self._shows_reasoning = shows_reasoning
+        self._num_calls = 0
+        self._num_reasoning_tokens = 0
+        # Tokens from which it cannot be told yet whether they begin reasoning.
+        self._num_undecided_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken until the end."""
+        return self._output.num_tokens
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of them that were reasoning, its markers included."""
+        return self._num_reasoning_tokens
+
+    def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
+        """Take the next tokens; one by one while they may be reasoning, so that they can be counted."""
+        deltas: list[TextDelta] = []
+        num_taken = 0
+        while num_taken < len(token_ids) and self._parser.reasoning_state is not ReasoningState.OVER:
+            state = self._parser.reasoning_state
+            is_last = num_taken == len(token_ids) - 1
+            taken = self._output.take([token_ids[num_taken]], end if is_last else None)
+            deltas.append(self._read(taken))
+            self._count(state)
+            num_taken += 1
+            if deltas[-1].finish_reason is not None:
+                return self._joined(deltas)
+        if num_taken < len(token_ids) or not deltas:
+            deltas.append(self._read(self._output.take(token_ids[num_taken:], end)))
+        return self._joined(deltas)
+
+    def _read(self, delta: TextDelta) -> TextDelta:
+        parsed = self._parser.add(delta.text, is_last=delta.finish_reason is not None)
+        self._num_calls += sum(call.name is not None for call in parsed.calls)
+        return TextDelta(
+            parsed.content,
+            delta.token_ids,
+            delta.finish_reason,
+            delta.text_offsets,
+            delta.stop_string,
+            reasoning=parsed.reasoning if self._shows_reasoning else "",
+            calls=parsed.calls,
+        )
+
+    def _count(self, before: ReasoningState) -> None:
+        """Count a token by where the text was before it and is after it."""
+        match before, self._parser.reasoning_state:
+            case ReasoningState.POSSIBLE, ReasoningState.POSSIBLE:
+                self._num_undecided_tokens += 1
+            case ReasoningState.POSSIBLE, ReasoningState.OVER:
+                self._num_undecided_tokens = 0
+            case _:
+                self._num_reasoning_tokens += 1 + self._num_undecided_tokens
+                self._num_undecided_tokens = 0
+
+    def _joined(self, deltas: Sequence[TextDelta]) -> TextDelta:
+        last = deltas[-1]
+        return TextDelta(
+            "".join(delta.text for delta in deltas),
+            [*chain.from_iterable(delta.token_ids for delta in deltas)],
+            last.finish_reason,
+            [*chain.from_iterable(delta.text_offsets for delta in deltas)],
+            last.stop_string,
+            reasoning="".join(delta.reasoning for delta in deltas),
+            calls=tuple(chain.from_iterable(delta.calls for delta in deltas)),
+            num_calls=self._num_calls,
+            num_reasoning_tokens=self._num_reasoning_tokens,
+        )

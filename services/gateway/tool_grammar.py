@@ -1,0 +1,152 @@
+"""The grammar of an answer that may reason and call tools, in the words of the model's own form.
+
+Owns how reasoning, text and calls follow one another, as llguidance's Lark. It must not know fields of requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+import llguidance
+import orjson
+
+from libs.errors import InvalidRequest, UnsupportedField
+from libs.grammar import Grammar, GrammarForm
+from libs.grammar.compiler import JSON_OPTIONS
+from services.gateway.model_formats.format import CallGrammar, Vocabulary
+from services.gateway.model_formats.model_format import ModelFormat
+from services.gateway.model_formats.reasoning import ReasoningFormat, ReasoningState
+from services.gateway.output_constraints import OutputConstraint
+from services.gateway.tools import ToolChoice, ToolUse
+
+MAX_CALLS: Final = 16
+
+_HEADER: Final = "%llguidance {}"
+_TEXT_RULE: Final = r"TEXT: /(.|\n)*/"
+_START: Final = re.compile(r"^start(?=\s*:)", re.MULTILINE)
+_START_ANYWHERE: Final = re.compile(r"\bstart\b")
+
+
+def tool_constraint(use: ToolUse, model_format: ModelFormat) -> OutputConstraint | None:
+    """Return the grammar of an answer: any text with right calls in it, or nothing but calls.
+
+    None where the model's form has none and calls are not required.
+
+    Raises:
+        UnsupportedField: calls cannot be required of this model, or not be held to a schema.
+    """
+    tools = model_format.tools
+    if tools is None:
+        raise UnsupportedField("This server is set up without a form of calls; leave 'tools' out.", param="tools")
+    max_calls = MAX_CALLS if use.is_parallel and model_format.has_parallel_calls else 1
+    named = [(tool.name, f"arguments_{index}") for index, tool in enumerate(use.callable_tools)]
+    calls = tools.grammar(named, max_calls, model_format.vocabulary)
+    if calls is None:
+        _require_free_calls(use, tools.name)
+        return None
+    schemas = [orjson.dumps(dict(tool.parameters) | {"x-guidance": JSON_OPTIONS}) for tool in use.callable_tools]
+    arguments = [f"{rule}: %json {schema.decode()}" for (_, rule), schema in zip(named, schemas, strict=True)]
+    answer = _required(calls, model_format.vocabulary) if use.choice is ToolChoice.REQUIRED else None
+    rules = answer or _possible(calls, model_format.vocabulary)
+    text = "\n".join([_HEADER, *rules, *calls.rules, *arguments])
+    return OutputConstraint(Grammar(GrammarForm.LARK, (text,)), "tools")
+
+
+def _require_free_calls(use: ToolUse, form: str) -> None:
+    if use.choice is ToolChoice.REQUIRED:
+        raise UnsupportedField(
+            f"Calls in this model's form ({form}) cannot be required; use 'tool_choice' 'auto'.",
+            param="tool_choice",
+        )
+    if not use.is_parallel:
+        raise UnsupportedField(
+            f"Calls in this model's form ({form}) cannot be limited to one.", param="parallel_tool_calls"
+        )
+    for index, tool in enumerate(use.tools):
+        if tool.is_strict:
+            raise UnsupportedField(
+                f"Calls in this model's form ({form}) cannot be held to a schema; leave 'strict' out.",
+                param=f"tools[{index}].function.strict",
+            )
+
+
+def _required(calls: CallGrammar, vocabulary: Vocabulary) -> list[str]:
+    begin = "" if calls.begin is None else f"{vocabulary.term(calls.begin)} "
+    return [f"start: {begin}calls", f"calls: {calls.calls}"]
+
+
+def _possible(calls: CallGrammar, vocabulary: Vocabulary) -> list[str]:
+    """Return rules for text with calls at its end."""
+    rules = [f"calls: {calls.calls}", _TEXT_RULE]
+    if calls.begin is None:
+        # Only what does not begin as calls do is text.
+        text = f"TEXT & ~/{calls.looks_like_calls}/"
+        return ["start: calls | PLAIN", f"PLAIN: {text}", *rules]
+    if vocabulary.control_token_id(calls.begin) is not None:
+        return [f"start: TEXT ({vocabulary.term(calls.begin)} calls)?", *rules]
+    # Lazy: as soon as calls begin, the text before them is over.
+    before = f"before_calls[lazy]: TEXT {vocabulary.term(calls.begin)}"
+    return ["start: before_calls calls | rest", before, "rest: TEXT", *rules]
+
+
+def with_reasoning(
+    grammar: Grammar | None,
+    reasoning: ReasoningFormat,
+    state: ReasoningState,
+    *,
+    vocabulary: Vocabulary,
+    max_tokens: int | None,
+) -> Grammar:
+    """Return the grammar of reasoning and then what ``grammar`` allows, any text for None.
+
+    ``max_tokens`` bounds the reasoning; ``state`` says whether the prompt has opened it.
+
+    Raises:
+        InvalidRequest: a grammar of a client that cannot stand behind another.
+    """
+    thought = _thought_rules(reasoning.end, vocabulary, max_tokens)
+    begin = vocabulary.term(reasoning.begin)
+    is_open = state is ReasoningState.OPEN
+    start = f"start: {begin}? thought space answer" if is_open else f"start: {begin} thought space answer | answer"
+    has_text = grammar is not None and _TEXT_RULE in grammar.texts[0]
+    rules = [start, *thought, r"space: /[ \n]{0,4}/", *([] if has_text else [_TEXT_RULE]), *_answer(grammar)]
+    return Grammar(GrammarForm.LARK, ("\n".join([_HEADER, *rules]),))
+
+
+def _thought_rules(end: str, vocabulary: Vocabulary, max_tokens: int | None) -> list[str]:
+    """Return rules for reasoning and the marker at its end, by the name ``thought``."""
+    token_id = vocabulary.token_id(end)
+    if token_id is None:
+        assert max_tokens is None, "only what ends with a token can be limited"
+        return [f"thought[lazy]: TEXT {vocabulary.text(end)}"]
+    limit = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
+    text = "TEXT"
+    if vocabulary.control_token_id(end) is None:
+        # The token is text, too: as text it must not belong to the reasoning.
+        text = f"TEXT & ~/(.|\\n)*{re.escape(end).replace('/', chr(92) + '/')}(.|\\n)*/"
+    return [f"thought: thinking <[{token_id}]>", f"thinking{limit}: THINKING", f"THINKING: {text}"]
+
+
+def _answer(grammar: Grammar | None) -> Sequence[str]:
+    """Return the rules of an answer by the name ``answer``."""
+    if grammar is None:
+        return ["answer: TEXT"]
+    match grammar.form:
+        case GrammarForm.JSON_SCHEMA:
+            schema = orjson.loads(grammar.text) | {"x-guidance": JSON_OPTIONS}
+            return [f"answer: %json {orjson.dumps(schema).decode()}"]
+        case GrammarForm.REGEX:
+            return [f"answer: /{llguidance.regex_to_lark(grammar.text, 'd')}/"]
+        case GrammarForm.CHOICE:
+            return ["answer: " + " | ".join(orjson.dumps(literal).decode() for literal in grammar.texts)]
+        case GrammarForm.LARK:
+            text = grammar.text.removeprefix(_HEADER)
+            if len(_START_ANYWHERE.findall(text)) != 1 or not _START.search(text) or "%llguidance" in text:
+                raise InvalidRequest(
+                    "'structured_outputs.grammar' cannot stand behind the model's reasoning: 'start' must be in it "
+                    "once, at the beginning of a line. Or turn the reasoning off.",
+                    param="structured_outputs.grammar",
+                )
+            return [_START.sub("answer", text)]
