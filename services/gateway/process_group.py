@@ -28,6 +28,9 @@ log = get_logger("process_group")
 
 _FIRST_DELAY_SECONDS: Final = 0.1
 _MAX_DELAY_SECONDS: Final = 5.0
+# What has lived so long can start; what never has and failed so often will fail again.
+_STARTED_SECONDS: Final = 10.0
+_MAX_FAILED_STARTS: Final = 3
 # More restarts of one process within a minute mean that it will not get better.
 _MAX_RESTARTS: Final = 12
 _WINDOW_SECONDS: Final = 60.0
@@ -82,6 +85,7 @@ class _Member:
         self._stop_seconds = stop_seconds
         self._process: Process | None = None
         self._is_stopping = False
+        self._has_started = False
         self._restart_times: deque[float] = deque(maxlen=_MAX_RESTARTS)
 
     async def run(self) -> None:
@@ -96,9 +100,10 @@ class _Member:
                 if self._is_stopping:
                     return
                 log.warning("gateway process ended", gateway_id=self._name, exit_code=exit_code)
-                self._check_restarts(loop.time())
-                lived_long = loop.time() - started_at > _WINDOW_SECONDS
-                delay_seconds = _FIRST_DELAY_SECONDS if lived_long else min(2 * delay_seconds, _MAX_DELAY_SECONDS)
+                lived_seconds = loop.time() - started_at
+                self._check_restarts(lived_seconds, loop.time())
+                is_new = lived_seconds > _WINDOW_SECONDS
+                delay_seconds = _FIRST_DELAY_SECONDS if is_new else min(2 * delay_seconds, _MAX_DELAY_SECONDS)
                 await asyncio.sleep(delay_seconds)
         finally:
             if self._process is not None and self._process.returncode is None:
@@ -117,7 +122,10 @@ class _Member:
             log.warning("gateway process outlived its drain", gateway_id=self._name)
             self._process.kill()
 
-    def _check_restarts(self, now: float) -> None:
+    def _check_restarts(self, lived_seconds: float, now: float) -> None:
+        self._has_started = self._has_started or lived_seconds > _STARTED_SECONDS
+        if not self._has_started and len(self._restart_times) + 1 == _MAX_FAILED_STARTS:
+            raise InternalError(f"{self._name} ended {_MAX_FAILED_STARTS} times soon after its start; see its log.")
         is_full = len(self._restart_times) == _MAX_RESTARTS
         if is_full and now - self._restart_times[0] < _WINDOW_SECONDS:
             raise InternalError(f"{self._name} ended {_MAX_RESTARTS + 1} times within a minute; its log says why.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -111,6 +112,19 @@ async def test_one_process_drains_while_the_other_serves(stand: Stand) -> None:
 
     assert len(later) == 20
     assert len(await asyncio.gather(*running)) == 8
+
+
+async def test_a_group_that_cannot_start_says_so_and_ends(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.cli", "gateway", "--port", "0", "--data-dir", str(tmp_path)),
+        *("--gateway-processes", "2", "--model", str(tmp_path / "nothing")),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        _, log = await process.communicate()
+
+    assert process.returncode == 1
+    assert b"ended 3 times soon after its start" in log
 
 
 async def test_all_drain_at_the_end(stand: Stand) -> None:
