@@ -125,8 +125,11 @@ def _check_num_values(raw: bytes) -> None:
     """
     num_members = raw.count(b'":') - raw.count(b'\\":')
     if num_members > MAX_BODY_MEMBERS:
+        # A conversation is the likeliest, and the only part of a body that may rightly be large.
+        is_conversation = raw.count(b'"role"') > MAX_MESSAGES
         raise InvalidRequest(
-            f"The body has {num_members} members of objects; at most {MAX_BODY_MEMBERS} are taken."
+            f"The body's objects have {num_members} members; at most {MAX_BODY_MEMBERS} are taken.",
+            param="messages" if is_conversation else None,
         )
     if raw.count(b",") > MAX_BODY_COMMAS:
         raise InvalidRequest(
