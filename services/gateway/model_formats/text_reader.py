@@ -297,7 +297,8 @@ class TextReader:
 
 def _num_uncertain(text: str, marker: str) -> int:
     """Return how many characters at the end may be the beginning of ``marker``."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
+    tail = text[1 - len(marker) :]
+    start = tail.find(marker[0])
+    while start >= 0 and not marker.startswith(tail[start:]):
+        start = tail.find(marker[0], start + 1)
+    return len(tail) - start if start >= 0 else 0
