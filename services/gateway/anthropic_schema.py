@@ -27,6 +27,8 @@ from services.gateway.prompts import ChatPrompt
 from services.gateway.reasoning_fields import check_reasoning_limit, switch_variables
 from services.gateway.tools import (
     MAX_TOOLS,
+    FunctionDescription,
+    FunctionName,
     ToolChoice,
     ToolUse,
     check_results,
@@ -78,7 +80,7 @@ class ToolUseBlock(_Block, tag="tool_use", frozen=True):
     """A call of a tool, the assistant's."""
 
     id: _Id
-    name: str
+    name: FunctionName
     input: dict[str, Any]
     cache_control: CacheControl | None = None
     caller: None = None
@@ -110,9 +112,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class ToolBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A function that the model may call; ``input_schema`` is enforced whether it is strict or not."""
 
-    name: str
+    name: FunctionName
     input_schema: dict[str, Any]
-    description: str | None = None
+    description: FunctionDescription | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
@@ -133,7 +135,7 @@ class AnyChoice(_Choice, tag="any", frozen=True):
 class ToolChoiceBody(_Choice, tag="tool", frozen=True):
     """The model must call this tool."""
 
-    name: str
+    name: FunctionName
     disable_parallel_tool_use: bool | None = None
 
 

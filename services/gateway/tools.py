@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import orjson
+from msgspec import Meta
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
@@ -21,8 +22,17 @@ from libs.text import ChatMessage, ToolCall
 MAX_TOOLS: Final = 128
 MAX_DESCRIPTION_CHARACTERS: Final = 8192
 
+# Of a call that was made. One that a client put together from a stream has its place in the message, and OpenAI's
+# clients add what they have read out of the arguments.
+_CALL_FIELDS: Final = frozenset({"id", "type", "function", "index"})
+_FUNCTION_FIELDS: Final = frozenset({"name", "arguments", "parsed_arguments"})
+_CHOICE_FIELDS: Final = frozenset({"type", "function"})
+NAME_PATTERN: Final = "^[a-zA-Z0-9_-]{1,64}$"
+_NAME: Final = re.compile(NAME_PATTERN.strip("^$"))
+# For the bodies that are types.
+FunctionName: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
+FunctionDescription: TypeAlias = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARACTERS)]
 _SHOWN_ID_CHARACTERS: Final = 64
-_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class ToolChoice(StrEnum):
@@ -153,6 +163,7 @@ def read_choice(value: Any) -> tuple[ToolChoice | None, tuple[str, ...] | None]:
             param="tool_choice",
         )
     if value.get("type") == "allowed_tools":
+        _refuse_others(value, frozenset({"type", "allowed_tools"}), "tool_choice")
         return _allowed_tools(value.get("allowed_tools"))
     return ToolChoice.REQUIRED, (_named_function(value, "tool_choice"),)
 
@@ -163,6 +174,7 @@ def _allowed_tools(value: Any) -> tuple[ToolChoice, tuple[str, ...]]:
     if not isinstance(value, dict) or value.get("mode") not in ("auto", "required") or not isinstance(tools, list):
         raise InvalidRequest(f"'{path}' must have a 'mode', 'auto' or 'required', and 'tools'.", param=path)
     names = tuple(_named_function(tool, f"{path}.tools[{index}]") for index, tool in enumerate(tools))
+    _refuse_others(value, frozenset({"mode", "tools"}), path)
     return ToolChoice(value["mode"]), names
 
 
@@ -172,6 +184,8 @@ def _named_function(value: Any, path: str) -> str:
         raise UnsupportedField(
             f'\'{path}\' as an object must be {{"type": "function", "function": {{"name": …}}}}.', param=path
         )
+    _refuse_others(value, _CHOICE_FIELDS, path)
+    _refuse_others(function, frozenset({"name"}), f"{path}.function")
     return str(function.get("name"))
 
 
@@ -192,6 +206,8 @@ def _tool_call(value: Any, path: str) -> ToolCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or value.get("type", "function") != "function":
         raise InvalidRequest(f"'{path}' must be a call with 'id', 'type' and 'function'.", param=path)
+    _refuse_others(value, _CALL_FIELDS, path)
+    _refuse_others(function, _FUNCTION_FIELDS, f"{path}.function")
     call_id, name, arguments = value.get("id"), function.get("name"), function.get("arguments")
     if not isinstance(call_id, str):
         raise InvalidRequest(f"'{path}.id' must be a string.", param=f"{path}.id")
@@ -216,6 +232,11 @@ def check_results(messages: Sequence[ChatMessage], param: str) -> None:
             raise InvalidRequest(
                 f"'{param}' has a result of the call {shown!r}, and no such call before it.", param=param
             )
+
+
+def _refuse_others(value: Mapping[str, Any], known: frozenset[str], path: str) -> None:
+    for name in value.keys() - known:
+        raise InvalidRequest(f"Unknown field '{path}.{name[:64]}'.", param=path)
 
 
 def _is_object(text: str) -> bool:
