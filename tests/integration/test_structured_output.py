@@ -80,6 +80,33 @@ async def test_answers_of_the_real_model_have_their_form(running_octavo: StartOc
     assert refused.value.param == "structured_outputs.json"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["llama3", "mistral", "mistral_named", "deepseek_v3", "deepseek_v31"])
+async def test_the_real_model_calls_in_every_form(running_octavo: StartOctavo, form: str) -> None:
+    tool: Any = {"type": "function", "function": {"name": "describe", "parameters": PERSON}}
+    with running_octavo("--set", f"gateway.tool_format={form}") as octavo:
+        async with client_of(octavo) as client:
+            answer = await client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "Describe Ann, who is 30 and has a cat."}],
+                tools=[tool],
+                tool_choice="required",
+                max_tokens=400,
+                parallel_tool_calls=False,
+            )
+
+    message = answer.choices[0].message
+    assert message.tool_calls is not None
+    (call,) = message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, answer.choices[0].finish_reason, message.content) == (
+        "describe",
+        "tool_calls",
+        None,
+    )
+    jsonschema.validate(json.loads(call.function.arguments), PERSON)
+
+
 async def test_a_required_call_of_the_real_model_is_right_and_streamed(running_octavo: StartOctavo) -> None:
     fields: dict[str, Any] = {
         "model": MODEL,
