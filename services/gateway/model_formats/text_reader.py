@@ -83,8 +83,12 @@ class TextReader:
 
     def give_arguments(self, text: str) -> None:
         """Go on with the arguments of the call that began last."""
+        index = self._num_calls - 1
+        if text and self._calls and self._calls[-1].name is None:
+            # What came together is told together.
+            text = self._calls.pop().arguments + text
         if text:
-            self._calls.append(CallDelta(self._num_calls - 1, None, text))
+            self._calls.append(CallDelta(index, None, text))
 
     # Looking at text.
 

@@ -219,6 +219,13 @@ def test_a_grammar_that_cannot_stand_behind_reasoning_is_refused() -> None:
         with_reasoning(grammar, THINK_TAGS, ReasoningState.OPEN, vocabulary=HERMES.vocabulary, max_tokens=None)
 
 
+def test_a_server_without_a_form_of_calls_refuses_tools() -> None:
+    with pytest.raises(OctavoError) as refused:
+        tool_constraint(use_of(), ModelFormat(tools=None))
+
+    assert refused.value.param == "tools"
+
+
 def test_calls_in_pythons_words_can_be_read_but_not_required() -> None:
     pythonic = ModelFormat(tools=TOOL_FORMATS["pythonic"])
     strict = {"type": "function", "function": {"name": "now", "strict": True}}
