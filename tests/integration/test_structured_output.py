@@ -64,7 +64,8 @@ async def test_answers_of_the_real_model_have_their_form(running_octavo: StartOc
             plain, _ = await ask(client, 4, max_tokens=8)
             # TSO-06: what the model would rather say is white space.
             bias = {str(token_id): 20 for token_id in white_space_ids()}
-            pressed = [await ask(client, seed, response_format=PERSON_FORMAT, logit_bias=bias) for seed in (5, 6)]
+            fields: dict[str, Any] = {"response_format": PERSON_FORMAT, "logit_bias": bias, "max_tokens": 500}
+            pressed = [await ask(client, seed, **fields) for seed in (5, 6)]
             with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
                 await ask(
                     client, 5, extra_body={"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}
