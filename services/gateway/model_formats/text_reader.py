@@ -83,8 +83,12 @@ class TextReader:
 
     def give_arguments(self, text: str) -> None:
         """Go on with the arguments of the call that began last."""
+        index = self._num_calls - 1
+        if text and self._calls and self._calls[-1].name is None:
+            # What came together is told together.
+            text = self._calls.pop().arguments + text
         if text:
-            self._calls.append(CallDelta(self._num_calls - 1, None, text))
+            self._calls.append(CallDelta(index, None, text))
 
     # Looking at text.
 
@@ -297,7 +301,8 @@ class TextReader:
 
 def _num_uncertain(text: str, marker: str) -> int:
     """Return how many characters at the end may be the beginning of ``marker``."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
+    tail = text[1 - len(marker) :]
+    start = tail.find(marker[0])
+    while start >= 0 and not marker.startswith(tail[start:]):
+        start = tail.find(marker[0], start + 1)
+    return len(tail) - start if start >= 0 else 0
