@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from libs.errors import InvalidRequest
 from libs.grammar.grammar import Grammar, GrammarForm, check_grammar
+from libs.grammar.schema_faults import explained
 from libs.text import Tokenizer
 
 # Between the tokens of JSON: a line break and indentation at most, so that a model cannot go on with white space.
@@ -29,7 +30,7 @@ JSON_OPTIONS: Final[llguidance._lib.JsonCompileOptions] = {"whitespace_pattern":
 _LIMITS: Final = llguidance.LLParserLimits(
     initial_lexer_fuel=5_000_000, step_lexer_fuel=1_000_000, max_grammar_size=500_000, verbose_errors=False
 )
-_MAX_CACHED_GRAMMARS: Final = 64
+_MAX_KNOWN_GRAMMARS: Final = 64
 _MAX_REASON_CHARACTERS: Final = 500
 
 
@@ -69,7 +70,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and keeps some of what it has compiled."""
+    """Compiles grammars for one vocabulary, and remembers some of what it has compiled or refused."""
 
     def __init__(self, tokenizer: Tokenizer, end_token_ids: Sequence[int]) -> None:
         """Prepare the vocabulary; at least one end token is needed, or no output could end."""
@@ -79,7 +80,8 @@ class GrammarCompiler:
             llguidance.TokenizerWrapper(_Vocabulary(tokenizer, end_token_ids)), eos_token=list(end_token_ids)
         )
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the last used at the end
+        # What became of grammars, the last used at the end: compiled, or the reason why not.
+        self._known: OrderedDict[Grammar, CompiledGrammar | str] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Return the grammar at its beginning.
@@ -88,17 +90,27 @@ class GrammarCompiler:
             InvalidRequest: it is too large, wrong, or asks for what cannot be enforced; the message says what.
         """
         with self._lock:
-            known = self._compiled.get(grammar)
+            known = self._known.get(grammar)
             if known is not None:
-                self._compiled.move_to_end(grammar)
-                return known.copy()
-        check_grammar(grammar)
-        compiled = self._compile(grammar)
+                self._known.move_to_end(grammar)
+        if known is None:
+            known = self._try(grammar)
+            with self._lock:
+                self._known[grammar] = known
+                while len(self._known) > _MAX_KNOWN_GRAMMARS:
+                    self._known.popitem(last=False)
+        if isinstance(known, str):
+            raise InvalidRequest(known)
         with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > _MAX_CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
-            return compiled.copy()
+            return known.copy()
+
+    def _try(self, grammar: Grammar) -> CompiledGrammar | str:
+        try:
+            check_grammar(grammar)
+            return self._compile(grammar)
+        except InvalidRequest as error:
+            # Kept too: who sends a bad grammar again and again is answered without work.
+            return error.message
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         compiled = CompiledGrammar(
@@ -113,8 +125,11 @@ class GrammarCompiler:
             if not mask.any():
                 raise InvalidRequest(f"The {_NAMES[grammar.form]} allows no output, or none that can be found.")
         if compiled.failure is not None:
+            reason = compiled.failure
+            if grammar.form is GrammarForm.JSON_SCHEMA:
+                reason = explained(grammar.text, reason)
             raise InvalidRequest(
-                f"The {_NAMES[grammar.form]} cannot be enforced: {compiled.failure[:_MAX_REASON_CHARACTERS]}"
+                f"The {_NAMES[grammar.form]} cannot be enforced: {reason[:_MAX_REASON_CHARACTERS]}"
             )
         return compiled
 

@@ -31,6 +31,7 @@ from services.gateway.tools import (
     FunctionName,
     ToolChoice,
     ToolUse,
+    check_results,
     make_tool,
     make_tool_call,
     make_tool_use,
@@ -281,9 +282,10 @@ def _prompt(body: CountTokensBody, model: ModelFacts) -> ChatPrompt:
                 turns[-1] = _as_one(turns[-1], turn)
             else:
                 turns.append(turn)
+    check_results(turns, "messages")
     last = turns[-1]
     if last.tool_calls:
-        raise InvalidRequest("The last message calls tools; send their results behind it.", param="messages")
+        raise InvalidRequest("The last of 'messages' calls tools; send their results behind it.", param="messages")
     is_begun = last.role == "assistant"
     return ChatPrompt(
         tuple(turns),

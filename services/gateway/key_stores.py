@@ -183,6 +183,8 @@ class KeyWatch:
         version = await self._store.version()
         if version == self._version:
             return
+        if not version and self._version:
+            raise StoreUnavailable("The table of API keys is gone from its store; `octavo keys add` makes one.")
         table = await self._store.read()
         self._authenticator.use(table)
         self._version = version

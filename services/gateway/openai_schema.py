@@ -39,7 +39,7 @@ from services.gateway.reasoning_fields import (
     read_template_variables,
 )
 from services.gateway.tool_grammar import tool_constraint
-from services.gateway.tools import ToolUse, make_tool_use, read_choice, read_tool_calls, read_tools
+from services.gateway.tools import ToolUse, check_results, make_tool_use, read_choice, read_tool_calls, read_tools
 
 MAX_MESSAGES: Final = 2048
 MAX_CONTENT_PARTS: Final = 2048
@@ -209,6 +209,7 @@ def check_model_name(name: str, model: ModelFacts) -> None:
 def read_chat_prompt(body: Mapping[str, Any], model: ModelFacts) -> ChatPrompt:
     """Return the messages, how the template ends them, and what is set in it."""
     messages = _messages(body)
+    check_results(messages, "messages")
     continues = CONTINUE_FINAL_MESSAGE.read(body)
     adds = read_boolean(body, "add_generation_prompt", default=not continues)
     if continues and adds:

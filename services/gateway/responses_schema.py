@@ -33,6 +33,7 @@ from services.gateway.tools import (
     FunctionName,
     ToolChoice,
     ToolUse,
+    check_results,
     make_tool,
     make_tool_call,
     make_tool_use,
@@ -328,6 +329,7 @@ def _prompt(body: ResponseBody, model: ModelFacts) -> ChatPrompt:
     else:
         for index, item in enumerate(body.input):
             _add(turns, item, f"input[{index}]")
+    check_results(turns, "input")
     effort = None if body.reasoning is None else body.reasoning.effort
     return ChatPrompt(tuple(turns), variables=effort_variables(effort, model.format, "reasoning.effort"))
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
-from libs.text import ToolCall
+from libs.text import ChatMessage, ToolCall
 
 MAX_TOOLS: Final = 128
 MAX_DESCRIPTION_CHARACTERS: Final = 8192
@@ -32,6 +32,7 @@ _NAME: Final = re.compile(NAME_PATTERN.strip("^$"))
 # For the bodies that are types.
 FunctionName: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
 FunctionDescription: TypeAlias = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARACTERS)]
+_SHOWN_ID_CHARACTERS: Final = 64
 
 
 class ToolChoice(StrEnum):
@@ -51,6 +52,8 @@ class Tool:
     parameters: Mapping[str, Any]
     # Arguments must be valid for their schema; where they can be held to it they always are.
     is_strict: bool = False
+    # Where the request has its parameters, for what cannot be enforced.
+    parameters_path: str = "tools"
 
     def as_value(self) -> dict[str, Any]:
         """Return the tool as templates and models read it."""
@@ -111,7 +114,8 @@ def make_tool(
         )
     if not isinstance(strict, bool | None):
         raise InvalidRequest(f"'{path}.strict' must be true or false.", param=f"{path}.strict")
-    return Tool(name, description, _parameters(parameters, f"{path}.{parameters_name}"), bool(strict))
+    parameters_path = f"{path}.{parameters_name}"
+    return Tool(name, description, _parameters(parameters, parameters_path), bool(strict), parameters_path)
 
 
 def check_name(name: Any, path: str) -> None:
@@ -216,6 +220,18 @@ def make_tool_call(call_id: str, name: Any, arguments: Any, path: str) -> ToolCa
     if not isinstance(arguments, str) or not _is_object(arguments):
         raise InvalidRequest(f"'{path}.arguments' must be a JSON object as a string.", param=f"{path}.arguments")
     return ToolCall(call_id, name, arguments)
+
+
+def check_results(messages: Sequence[ChatMessage], param: str) -> None:
+    """Refuse a tool's result that answers no call before it; raises InvalidRequest."""
+    called: set[str] = set()
+    for message in messages:
+        called.update(call.call_id for call in message.tool_calls)
+        if message.role == "tool" and message.tool_call_id not in called:
+            shown = (message.tool_call_id or "")[:_SHOWN_ID_CHARACTERS]
+            raise InvalidRequest(
+                f"'{param}' has a result of the call {shown!r}, and no such call before it.", param=param
+            )
 
 
 def _refuse_others(value: Mapping[str, Any], known: frozenset[str], path: str) -> None:

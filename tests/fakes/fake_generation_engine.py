@@ -28,6 +28,8 @@ class Script:
 
     token_ids: Sequence[int] = ()
     tokens_per_step: int = 1
+    # Sizes of the first steps, where they differ.
+    step_sizes: Sequence[int] = ()
     # Before the first step and between steps.
     first_delay_seconds: float = 0.0
     step_delay_seconds: float = 0.0
@@ -44,6 +46,16 @@ class Script:
     is_deaf: bool = False
     # What the choices after the first do; those that are not given do the same as the first.
     other_choices: Sequence[Script] = ()
+
+    def steps(self, token_ids: Sequence[int]) -> list[Sequence[int]]:
+        """Cut tokens into steps; there is one at least."""
+        steps: list[Sequence[int]] = []
+        sizes = iter(self.step_sizes)
+        while token_ids:
+            size = next(sizes, self.tokens_per_step)
+            steps.append(token_ids[:size])
+            token_ids = token_ids[size:]
+        return steps or [[]]
 
     def of_choice(self, index: int) -> Script:
         """What one choice does."""
@@ -309,10 +321,7 @@ class _Stream:
         token_ids = list(script.token_ids)[:limit]
         is_cut = len(token_ids) < len(script.token_ids)
         fails = script.error is not None or script.hangs or script.breaks_stream
-        chunks = [
-            token_ids[start : start + script.tokens_per_step]
-            for start in range(0, len(token_ids), script.tokens_per_step)
-        ] or [[]]
+        chunks = script.steps(token_ids)
         for index, chunk in enumerate(chunks):
             if index:
                 await asyncio.sleep(script.step_delay_seconds)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import grpc.aio
 import pytest
@@ -35,7 +36,9 @@ from libs.protogen.telemetry.v1 import telemetry_pb2
 from libs.rpc import make_channel
 from libs.rpc.statuses import error_from_rpc
 from tests.fakes.fake_generation_engine import Script
+from tests.integration.conftest import StartOctavo
 from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open_stand, write_keys
+from tests.integration.observations import audit_rows
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -415,3 +418,23 @@ async def test_a_message_is_json_that_a_generic_client_can_send(stand: Stand, cl
 
     assert reasons_of(messages) == {0: "length"}
     assert messages[-1].usage.completion_tokens == 2
+
+
+@pytest.mark.slow
+async def test_the_whole_system_answers_over_grpc_what_it_answers_over_http(running_octavo: StartOctavo) -> None:
+    with running_octavo() as octavo:
+        fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+        body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Count."}]} | fields
+        async with (
+            aiohttp.ClientSession(octavo.base_url) as session,
+            session.post("/v1/chat/completions", json=body) as response,
+        ):
+            whole = await response.json()
+        async with make_channel(octavo.state()["grpc_address"]) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            messages = await collect(stub.ChatCompletion(chat_request(options=pb.GenerationOptions(**fields))))
+        [row] = [row for row in audit_rows(octavo, at_least=2) if row["endpoint"].startswith("/octavo.inference")]
+
+    assert texts_of(messages, "content") == {0: whole["choices"][0]["message"]["content"]}
+    assert messages[-1].usage.completion_tokens == whole["usage"]["completion_tokens"] == row["completion_tokens"]
+    assert messages[-1].usage.cached_tokens == row["cached_tokens"] > 0

@@ -236,6 +236,7 @@ async def test_a_request_waits_for_an_engine_and_is_placed_when_one_takes_a_leas
 
 
 async def test_a_burst_spreads_over_equal_engines(router: RouterProcess, valkey: ValkeyServer) -> None:
+    """RTR-05."""
     async with engines(valkey, "burst", 8), gateway(router, "burst") as client:
         await client.wait_for(all_watched(8))
         for _ in range(64):

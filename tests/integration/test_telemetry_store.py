@@ -98,6 +98,7 @@ def rows(num_rows: int) -> str:
 async def test_what_was_acknowledged_is_in_the_store_after_sigterm(
     clickhouse: ClickHouseProcess, database: str, tmp_path: Path
 ) -> None:
+    """MET-08."""
     telemetry = TelemetryProcess(tmp_path, f"{clickhouse.url}/{database}", *NOT_SOON)
     with closing_process(telemetry):
         await ingest(telemetry, *(make_batch(10) for _ in range(10)))
@@ -144,6 +145,7 @@ async def test_what_was_acknowledged_survives_kill_minus_nine(
 async def test_records_wait_for_a_store_that_starts_late_and_for_one_that_was_killed(
     database: str, tmp_path: Path
 ) -> None:
+    """MET-09."""
     port = free_port()
     telemetry = TelemetryProcess(tmp_path / "telemetry", f"http://127.0.0.1:{port}/{database}", *SOON)
     with closing_process(telemetry):
@@ -252,6 +254,7 @@ async def test_a_record_is_in_the_table_as_it_was_sent(
 async def test_only_a_row_that_breaks_the_table_stays_out(
     clickhouse: ClickHouseProcess, telemetry: TelemetryProcess
 ) -> None:
+    """MET-09."""
     await ingest(telemetry, make_batch(1))
     table = "audit_shared.inference_requests_audit"
     wait_until_equal(lambda: clickhouse.query(f"EXISTS {table}"), "1\n")
@@ -284,6 +287,7 @@ def make_audit_records(num_records: int) -> list[AuditRecord]:
 async def test_an_insert_is_taken_once_by_its_token_and_a_request_shown_once_by_its_id(
     clickhouse: ClickHouseProcess, database: str, store: ClickHouseStore
 ) -> None:
+    """MET-09."""
     records = make_audit_records(10)
 
     await store.insert(records, "token-1")
@@ -317,6 +321,7 @@ async def test_the_ttl_of_the_configuration_reaches_a_table_that_exists(
 async def test_too_many_parts_ask_for_patience(
     clickhouse: ClickHouseProcess, database: str, store: ClickHouseStore
 ) -> None:
+    """MET-09."""
     await store.insert(make_audit_records(1), "token-1")
     clickhouse.query(
         "ALTER TABLE inference_requests_audit MODIFY SETTING parts_to_throw_insert = 1, parts_to_delay_insert = 1",

@@ -180,6 +180,33 @@ def test_what_is_wrong_or_too_large_is_refused(grammar: Grammar, compiler: Gramm
         compiler.compile(grammar)
 
 
+class CountingCompiler(GrammarCompiler):
+    """Counts its work."""
+
+    num_tries = 0
+
+    def _try(self, grammar: Grammar) -> CompiledGrammar | str:
+        self.num_tries += 1
+        return super()._try(grammar)
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"not": {}}, {"type": "string", "pattern": "(?=a)b"}])
+def test_what_was_compiled_or_refused_is_remembered(model_text: ModelText, schema: dict[str, Any]) -> None:
+    """SEC-03."""
+    compiler = CountingCompiler(model_text.tokenizer, model_text.eos_token_ids)
+    answers = []
+
+    for _ in range(10):
+        try:
+            compiler.compile(schema_grammar(schema))
+            answers.append("")
+        except InvalidRequest as error:
+            answers.append(error.message)
+
+    assert compiler.num_tries == 1
+    assert len(set(answers)) == 1
+
+
 @pytest.mark.parametrize(
     ("grammar", "expression"),
     [

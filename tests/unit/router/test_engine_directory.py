@@ -54,6 +54,7 @@ def test_changes_between_the_parts_of_a_snapshot_ask_for_a_new_one(directory: En
 
 @pytest.mark.parametrize("sequence_number", [3, 4, 6])
 def test_a_gap_or_a_duplicate_asks_for_a_new_snapshot(directory: EngineDirectory, sequence_number: int) -> None:
+    """RTR-06."""
     directory.apply(target(), snapshot(ENGINE, sequence_number=4), 0.0)
 
     with pytest.raises(ResyncNeeded):
@@ -161,6 +162,7 @@ def test_a_configured_address_may_serve_any_model_until_it_says_which(directory:
 
 
 def test_the_end_of_a_lease_frees_all_that_was_kept(directory: EngineDirectory) -> None:
+    """RTR-06."""
     directory.set_lease(identity(is_loaded=False))
     directory.apply(target(), snapshot(ENGINE, hashes=chain(4)), 0.0)
 

@@ -57,6 +57,7 @@ def error_of(router: RouterUnderTest, request_id: str) -> OctavoError:
     ],
 )
 def test_a_burst_spreads_over_equal_engines(loads: list[EngineLoad | None]) -> None:
+    """RTR-05."""
     router = RouterUnderTest()
     for number, engine_load in enumerate(loads):
         router.add_engine(identity(f"engine-{number}"), engine_load=engine_load)
@@ -69,6 +70,7 @@ def test_a_burst_spreads_over_equal_engines(loads: list[EngineLoad | None]) -> N
 
 
 def test_a_burst_spreads_when_one_report_is_stale() -> None:
+    """RTR-05."""
     router = RouterUnderTest()
     router.add_engine(identity("engine-0"), engine_load=load(num_pending=50_000))
     router.clock.now += router.config.load_stale_seconds + 1
@@ -81,6 +83,7 @@ def test_a_burst_spreads_when_one_report_is_stale() -> None:
 
 
 def test_a_report_that_cannot_know_the_burst_does_not_hide_it() -> None:
+    """RTR-05."""
     router = RouterUnderTest()
     engines = [identity(f"engine-{number}") for number in range(2)]
     for engine in engines:
@@ -281,6 +284,7 @@ def test_an_excluded_engine_is_not_used() -> None:
 
 
 def test_counts_from_the_pick_until_start_and_finish() -> None:
+    """RTR-05."""
     router = RouterUnderTest()
     router.add_engine(identity())
     router.enqueue(request("a", num_prompt_tokens=100))

@@ -104,6 +104,7 @@ def test_all_seats_taken_means_waiting_for_one() -> None:
 
 
 def test_unknown_load_is_the_mean_of_the_others_not_zero() -> None:
+    """RTR-05."""
     idle, busy = facts("a", engine_load=load()), facts("b", engine_load=load(num_pending=4000))
     unknown = facts("c")
 

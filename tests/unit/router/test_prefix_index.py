@@ -35,6 +35,7 @@ def test_matches_the_leading_blocks_only() -> None:
 
 
 def test_removing_an_engine_frees_all_that_it_held() -> None:
+    """RTR-06."""
     index = PrefixIndex(10_000)
     index.replace(SECOND, chain(3, "other"))
     gc.collect()
@@ -53,6 +54,7 @@ def test_removing_an_engine_frees_all_that_it_held() -> None:
 
 
 def test_clearing_one_engine_leaves_the_other() -> None:
+    """RTR-06."""
     index = PrefixIndex(1000)
     prompt = chain(4)
     index.replace(FIRST, prompt)
@@ -77,6 +79,7 @@ def test_clears_first_then_removes_then_stores() -> None:
 
 
 def test_removing_an_unknown_block_leaves_the_rest_of_the_batch_in_force() -> None:
+    """RTR-06."""
     index = PrefixIndex(1000)
     prompt, unknown = chain(3), chain(2, "unknown")
     index.replace(FIRST, prompt[:1])
@@ -101,6 +104,7 @@ def test_leaves_out_and_counts_what_is_over_the_bound() -> None:
 
 @pytest.mark.parametrize("sequence_number", [4, 5, 7, 100])
 def test_duplicate_old_or_missing_numbers_ask_for_a_snapshot(sequence_number: int) -> None:
+    """RTR-06."""
     cursor = EventCursor(1, 5)
 
     with pytest.raises(ResyncNeeded):

@@ -87,6 +87,7 @@ def dead_letters(directory: Path) -> list[AuditRecord]:
     ids=["no fault", "down then up", "too many parts", "commit then drop", "all"],
 )
 async def test_each_record_arrives_once_whatever_the_store_does(tmp_path: Path, faults: list[Fault]) -> None:
+    """MET-09."""
     store = FakeAuditStore(faults)
     batches = [make_batch(7) for _ in range(3)]
 
@@ -118,6 +119,7 @@ async def test_the_same_batch_twice_is_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_poison", [1, 2, 8])
 async def test_only_the_rows_that_the_store_refuses_are_set_aside(tmp_path: Path, num_poison: int) -> None:
+    """MET-09."""
     batch = make_batch(8)
     poison = frozenset(record.request_id for record in batch.records[-num_poison:])
     store = FakeAuditStore(poison=poison)
@@ -146,6 +148,7 @@ async def test_a_record_that_cannot_be_set_aside_stays_in_the_spool(tmp_path: Pa
 
 
 async def test_a_full_insert_does_not_wait_for_the_interval(tmp_path: Path) -> None:
+    """MET-09."""
     store = FakeAuditStore()
 
     async with run_pipeline(tmp_path, store, flush_interval_seconds=NEVER_SECONDS, batch_max_rows=10) as pipeline:
@@ -158,6 +161,7 @@ async def test_a_full_insert_does_not_wait_for_the_interval(tmp_path: Path) -> N
 
 
 async def test_shutdown_flushes_what_the_interval_had_not(tmp_path: Path) -> None:
+    """MET-08."""
     store = FakeAuditStore()
     batch = make_batch(100)
 
@@ -185,6 +189,7 @@ async def test_what_shutdown_cannot_flush_arrives_after_the_next_start(tmp_path:
 
 
 async def test_a_crash_between_insert_and_confirmation_writes_no_row_twice(tmp_path: Path) -> None:
+    """MET-09."""
     # After the commit the store is gone for good, as seen by this process: it never learns of the commit.
     store = FakeAuditStore([Fault.COMMIT_THEN_DROP, *[Fault.DOWN] * 1_000])
     batch = make_batch(5)
@@ -201,6 +206,7 @@ async def test_a_crash_between_insert_and_confirmation_writes_no_row_twice(tmp_p
 
 
 async def test_a_full_spool_refuses_and_the_rest_still_arrives(tmp_path: Path) -> None:
+    """MET-09."""
     store = FakeAuditStore()
     store.is_down = True
     taken: list[AuditRecord] = []
