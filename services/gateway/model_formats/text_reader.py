@@ -208,7 +208,7 @@ class TextReader:
                 return mark
             if self._is_complete:
                 rest = self._text[self._position :]
-                give(rest.rstrip() if self._num_calls else rest)
+                give(_without_mark(rest, marks) if self._num_calls else rest)
                 self._text, self._position = "", 0
                 return None
             # A mark may be on its way, and white space before it is not given.
@@ -273,7 +273,8 @@ class TextReader:
     def close_call(self, end: str, begin: str) -> Reading[None]:
         """Pass the end of a call and white space after it.
 
-        What a model wrote between the call and its end is no part of either; without an end it is given as text.
+        What a model wrote between the call and its end is no part of either; without an end it is given as text,
+        unless it is as much of the end as came before the answer was cut.
         """
         while True:
             end_at, begin_at = (self._text.find(mark, self._position) for mark in (end, begin))
@@ -282,7 +283,8 @@ class TextReader:
                 break
             if begin_at >= 0 or self._is_complete:
                 stop = begin_at if begin_at >= 0 else len(self._text)
-                self.give_content(self._text[self._position : stop].strip())
+                rest = self._text[self._position : stop].strip()
+                self.give_content(rest if begin_at >= 0 else _without_mark(rest, (end,)))
                 self._position = stop
                 break
             yield
@@ -299,3 +301,9 @@ def _num_uncertain(text: str, mark: str) -> int:
         if mark.startswith(text[-length:]):
             return length
     return 0
+
+
+def _without_mark(rest: str, marks: Collection[str]) -> str:
+    """Return the end of a text after a call: nothing where it is only the beginning of a mark."""
+    rest = rest.rstrip()
+    return "" if any(mark.startswith(rest.lstrip()) for mark in marks) else rest
