@@ -4,11 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The environment is made again when what it is made from changes, whatever the files' times say.
-SOURCES := Makefile pyproject.toml $(wildcard requirements/*.txt)
+SOURCES := Makefile pyproject.toml $(filter-out requirements/clients.txt,$(wildcard requirements/*.txt))
 STAMP := $(VENV)/installed-$(shell cat $(SOURCES) | sha256sum | cut -c1-16)
 
-.PHONY: install up test test-slow check proto bench bench-scheduler bench-policies bench-batching bench-worker \
-	bench-ranks bench-sampler bench-serve bench-ttft bench-gateway bench-speculation
+.PHONY: install install-clients up test test-slow check proto bench bench-scheduler bench-policies bench-batching \
+	bench-worker bench-ranks bench-sampler bench-serve bench-ttft bench-gateway bench-speculation
 
 # The kernels are compiled again when their sources change; without a compiler this says so and workers use torch.
 install: $(STAMP)
@@ -29,7 +29,22 @@ up: install
 test: install
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-slow: install
+# Clients of others, in an environment of their own: their dependencies are many. lm-eval finds torch in the project's.
+CLIENTS := build/clients/venv
+CLIENTS_STAMP := $(CLIENTS)/installed-$(shell cat Makefile requirements/clients.txt | sha256sum | cut -c1-16)
+
+install-clients: $(CLIENTS_STAMP)
+
+$(CLIENTS_STAMP): $(STAMP)
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@echo "Installing clients into $(CLIENTS); the first time takes some minutes."
+	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/clients.txt
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/octavo.pth"
+	@rm -f $(CLIENTS)/installed-*
+	@touch $@
+
+test-slow: install install-clients
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: install

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from libs.errors import InvalidRequest
 from libs.grammar.grammar import Grammar, GrammarForm, check_grammar
+from libs.grammar.schema_faults import explained
 from libs.text import Tokenizer
 
 # Between the tokens of JSON: a line break and indentation at most, so that a model cannot go on with white space.
@@ -124,8 +125,11 @@ class GrammarCompiler:
             if not mask.any():
                 raise InvalidRequest(f"The {_NAMES[grammar.form]} allows no output, or none that can be found.")
         if compiled.failure is not None:
+            reason = compiled.failure
+            if grammar.form is GrammarForm.JSON_SCHEMA:
+                reason = explained(grammar.text, reason)
             raise InvalidRequest(
-                f"The {_NAMES[grammar.form]} cannot be enforced: {compiled.failure[:_MAX_REASON_CHARACTERS]}"
+                f"The {_NAMES[grammar.form]} cannot be enforced: {reason[:_MAX_REASON_CHARACTERS]}"
             )
         return compiled
 

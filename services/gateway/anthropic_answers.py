@@ -25,6 +25,8 @@ _ERROR_TYPES: Final = {
     504: "timeout_error",
 }
 _FIRST_SERVER_STATUS: Final = 500
+_OTHER_CLIENT_ERROR, _OTHER_SERVER_ERROR = "invalid_request_error", "api_error"
+ERROR_TYPES: Final = (*_ERROR_TYPES.values(), _OTHER_CLIENT_ERROR, _OTHER_SERVER_ERROR)
 
 
 def error_shape(request_id: str | None) -> ErrorShape:
@@ -32,7 +34,7 @@ def error_shape(request_id: str | None) -> ErrorShape:
 
     def shape(error: OctavoError) -> dict[str, Any]:
         status = spec_of(error).http_status
-        usual = "api_error" if status >= _FIRST_SERVER_STATUS else "invalid_request_error"
+        usual = _OTHER_SERVER_ERROR if status >= _FIRST_SERVER_STATUS else _OTHER_CLIENT_ERROR
         body = {
             "type": "error",
             "error": {"type": _ERROR_TYPES.get(status, usual), "message": error.message},

@@ -27,8 +27,11 @@ from services.gateway.prompts import ChatPrompt
 from services.gateway.reasoning_fields import check_reasoning_limit, switch_variables
 from services.gateway.tools import (
     MAX_TOOLS,
+    FunctionDescription,
+    FunctionName,
     ToolChoice,
     ToolUse,
+    check_results,
     make_tool,
     make_tool_call,
     make_tool_use,
@@ -77,7 +80,7 @@ class ToolUseBlock(_Block, tag="tool_use", frozen=True):
     """A call of a tool, the assistant's."""
 
     id: _Id
-    name: str
+    name: FunctionName
     input: dict[str, Any]
     cache_control: CacheControl | None = None
     caller: None = None
@@ -109,9 +112,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class ToolBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A function that the model may call; ``input_schema`` is enforced whether it is strict or not."""
 
-    name: str
+    name: FunctionName
     input_schema: dict[str, Any]
-    description: str | None = None
+    description: FunctionDescription | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
@@ -132,7 +135,7 @@ class AnyChoice(_Choice, tag="any", frozen=True):
 class ToolChoiceBody(_Choice, tag="tool", frozen=True):
     """The model must call this tool."""
 
-    name: str
+    name: FunctionName
     disable_parallel_tool_use: bool | None = None
 
 
@@ -279,9 +282,10 @@ def _prompt(body: CountTokensBody, model: ModelFacts) -> ChatPrompt:
                 turns[-1] = _as_one(turns[-1], turn)
             else:
                 turns.append(turn)
+    check_results(turns, "messages")
     last = turns[-1]
     if last.tool_calls:
-        raise InvalidRequest("The last message calls tools; send their results behind it.", param="messages")
+        raise InvalidRequest("The last of 'messages' calls tools; send their results behind it.", param="messages")
     is_begun = last.role == "assistant"
     return ChatPrompt(
         tuple(turns),

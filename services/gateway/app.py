@@ -37,8 +37,9 @@ from services.gateway.http_errors import error_object, error_response, internal_
 from services.gateway.http_server import SERVER_NAME, take_first_byte_time
 from services.gateway.identity import Authenticator
 from services.gateway.latency_receipt import Segment
+from services.gateway.model_access import names_for
 from services.gateway.models import Models
-from services.gateway.openapi import openapi_document
+from services.gateway.openapi import ApiDescription
 from services.gateway.request_times import RequestTimes
 from services.gateway.tokenization import Tokenization
 
@@ -112,6 +113,7 @@ class _Routes:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._description = ApiDescription(parts.models.facts)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._complete(request, CHAT)
@@ -147,7 +149,9 @@ class _Routes:
         return _json(self._parts.models.named(request.match_info["model_id"], request[_CALLER].tenant))
 
     async def openapi(self, request: web.Request) -> web.Response:
-        return _json(openapi_document())
+        names = names_for(request[_CALLER].tenant, self._parts.models.facts)
+        body = self._description.as_json(names)
+        return web.Response(body=body, content_type="application/json")
 
     async def livez(self, request: web.Request) -> web.Response:
         """Answer as long as the event loop runs; a supervisor restarts the process when it does not."""

@@ -59,7 +59,7 @@ class GatewayConfig:
     )
     reasoning_format: str = setting(
         "auto",
-        "Marks of the model's reasoning: auto (as its chat template has them), none, think or mistral.",
+        "Markers of the model's reasoning: auto (as its chat template has them), none, think or mistral.",
     )
     block_size: int = setting(16, "Tokens in a KV block; must be the engines' own.", unit="tokens")
     default_max_tokens: int | None = setting(

@@ -13,6 +13,7 @@ from libs.text import Tokenizer
 from services.gateway.answer_format import AnswerFormat, AnswerHead
 from services.gateway.anthropic_answers import MessageFormat
 from services.gateway.anthropic_schema import ValidMessages, parse_messages
+from services.gateway.generation_fields import TEXT_MAX_TOKENS
 from services.gateway.generation_options import GenerationOptions
 from services.gateway.logprob_shapes import LogprobShapes
 from services.gateway.openai_answers import ChatFormat
@@ -23,9 +24,6 @@ from services.gateway.prompts import Prompt
 from services.gateway.responses_answers import RESPONSE_ID_PREFIX, ResponseFormat
 from services.gateway.responses_schema import ValidResponse, parse_response
 from services.gateway.text_preparation import PreparedPrompt
-
-# What OpenAI gives for a plain prompt where nothing is said.
-_TEXT_MAX_TOKENS: Final = 16
 
 
 class ValidRequest(Protocol):
@@ -86,6 +84,8 @@ def _response_format(
 
 
 CHAT: Final = Endpoint("chatcmpl-", "messages", None, parse_chat_completion, _chat_format)
-TEXT: Final = Endpoint("cmpl-", "prompt", _TEXT_MAX_TOKENS, parse_text_completion, _text_format, "text_completion")
+TEXT: Final = Endpoint(
+    "cmpl-", "prompt", TEXT_MAX_TOKENS.default, parse_text_completion, _text_format, "text_completion"
+)
 MESSAGES: Final = Endpoint("msg_", "messages", None, parse_messages, _message_format)
 RESPONSES: Final = Endpoint(RESPONSE_ID_PREFIX, "input", None, parse_response, _response_format)

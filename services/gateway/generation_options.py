@@ -11,9 +11,30 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from libs.errors import InvalidRequest
-from services.gateway.generation import MAX_CHOICES
+from services.gateway.generation_fields import (
+    CONTINUOUS_USAGE,
+    ECHO,
+    FREQUENCY_PENALTY,
+    IGNORE_EOS,
+    INCLUDE_STOP_STRING,
+    INCLUDE_USAGE,
+    MAX_TOKENS_BOUND,
+    MIN_P,
+    MIN_TOKENS,
+    NUM_CHOICES,
+    PRESENCE_PENALTY,
+    PRIORITY,
+    PROMPT_LOGPROBS,
+    REPETITION_PENALTY,
+    RETURN_TOKEN_IDS,
+    SEED,
+    SKIP_SPECIAL_TOKENS,
+    STREAM,
+    TEMPERATURE,
+    TIMINGS,
+)
 from services.gateway.openai_fields import check_stream_options
-from services.gateway.openai_values import is_number, read_boolean, read_integer, read_number, read_token_ids
+from services.gateway.openai_values import is_number, read_integer, read_number, read_token_ids
 from services.gateway.output_constraints import OutputConstraint, parse_output_constraint
 from services.gateway.tools import ToolUse
 
@@ -25,25 +46,17 @@ MAX_LOGIT_BIAS: Final = 100.0
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_BAD_WORDS: Final = 64
 MAX_BAD_WORD_CHARACTERS: Final = 256
-MAX_LOGPROBS: Final = 20
 # Log-probabilities of one request in all: so much is kept until the answer is written. It is what 128 prompts of
 # 2,048 tokens need that are scored with one alternative each.
 MAX_TOTAL_LOGPROBS: Final = 2**19
-MAX_PENALTY: Final = 2.0
-MIN_REPETITION_PENALTY: Final = 0.01
-MAX_REPETITION_PENALTY: Final = 10.0
-MAX_PRIORITY: Final = 100
 MAX_USER_CHARACTERS: Final = 256
 MAX_METADATA_PAIRS: Final = 16
 MAX_METADATA_KEY_CHARACTERS: Final = 64
 MAX_METADATA_VALUE_CHARACTERS: Final = 512
-MAX_TEMPERATURE: Final = 2.0
 # Lower temperatures are greedy.
 MIN_SAMPLED_TEMPERATURE: Final = 0.001
 # ``truncate_prompt_tokens`` with this value keeps what fits beside the output.
 TRUNCATE_TO_FIT: Final = -1
-_MAX_TOKENS_BOUND: Final = 2**31 - 1
-_MIN_SEED, _MAX_SEED = -(2**63), 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +138,17 @@ def parse_generation_options(
     Raises:
         InvalidRequest: a value that cannot be served; names the field.
     """
-    is_streaming = read_boolean(body, "stream", default=False)
+    is_streaming = STREAM.read(body)
     stream_options = _stream_options(body, is_streaming=is_streaming)
     return GenerationOptions(
-        num_choices=_num_choices(body),
+        num_choices=NUM_CHOICES.read(body) or 1,
         temperature=_temperature(body),
         top_p=_top_p(body),
         top_k=_top_k(body, vocab_size),
-        min_p=read_number(body, "min_p", default=0.0, low=0.0, high=1.0) or None,
+        min_p=MIN_P.read(body) or None,
         seed=_seed(body),
-        presence_penalty=_penalty(body, "presence_penalty"),
-        frequency_penalty=_penalty(body, "frequency_penalty"),
+        presence_penalty=PRESENCE_PENALTY.read(body),
+        frequency_penalty=FREQUENCY_PENALTY.read(body),
         repetition_penalty=_repetition_penalty(body),
         logit_bias=_logit_bias(body, vocab_size),
         allowed_token_ids=_allowed_token_ids(body, vocab_size),
@@ -144,23 +157,21 @@ def parse_generation_options(
         max_output_tokens=max_output_tokens,
         min_output_tokens=_min_output_tokens(body, max_output_tokens),
         stop_strings=_stop_strings(body),
-        includes_stop_string=read_boolean(body, "include_stop_str_in_output", default=False),
+        includes_stop_string=INCLUDE_STOP_STRING.read(body),
         stop_token_ids=read_token_ids(body, "stop_token_ids", max_count=MAX_STOP_TOKEN_IDS, vocab_size=vocab_size),
-        ignore_eos=read_boolean(body, "ignore_eos", default=False),
-        skips_special_tokens=read_boolean(body, "skip_special_tokens", default=True),
+        ignore_eos=IGNORE_EOS.read(body),
+        skips_special_tokens=SKIP_SPECIAL_TOKENS.read(body),
         truncate_prompt_tokens=_truncate_prompt_tokens(body),
         priority=_priority(body),
         is_streaming=is_streaming,
-        includes_usage=read_boolean(stream_options, "include_usage", default=False, path="stream_options."),
-        has_continuous_usage=read_boolean(
-            stream_options, "continuous_usage_stats", default=False, path="stream_options."
-        ),
-        returns_token_ids=read_boolean(body, "return_token_ids", default=False),
-        returns_timings=read_boolean(body, "timings", default=False),
+        includes_usage=INCLUDE_USAGE.read(stream_options, "stream_options."),
+        has_continuous_usage=CONTINUOUS_USAGE.read(stream_options, "stream_options."),
+        returns_token_ids=RETURN_TOKEN_IDS.read(body),
+        returns_timings=TIMINGS.read(body),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=_num_prompt_logprobs(body, is_streaming=is_streaming),
         num_echoed_logprobs=num_echoed_logprobs,
-        echoes_prompt=read_boolean(body, "echo", default=False),
+        echoes_prompt=ECHO.read(body),
         user=_user(body),
         metadata=_metadata(body),
     )
@@ -186,36 +197,15 @@ def check_total_logprobs(options: GenerationOptions, *, num_prompt_tokens: int, 
         )
 
 
-def read_max_tokens(body: Mapping[str, Any], name: str, *, low: int = 1) -> int | None:
-    """Return an output limit in tokens that goes by ``name``."""
-    return read_integer(body, name, low=low, high=_MAX_TOKENS_BOUND)
-
-
-def read_num_logprobs(body: Mapping[str, Any], name: str) -> int | None:
-    """Return how many alternatives are wanted beside each token."""
-    return read_integer(body, name, low=0, high=MAX_LOGPROBS)
-
-
 def _num_prompt_logprobs(body: Mapping[str, Any], *, is_streaming: bool) -> int | None:
-    count = read_num_logprobs(body, "prompt_logprobs")
+    count = PROMPT_LOGPROBS.read(body)
     if count is not None and is_streaming:
         raise InvalidRequest("'prompt_logprobs' is not available with 'stream': true.", param="prompt_logprobs")
     return count
 
 
-def _num_choices(body: Mapping[str, Any]) -> int:
-    num_choices = read_integer(body, "n", low=1, high=MAX_CHOICES)
-    return 1 if num_choices is None else num_choices
-
-
-def _penalty(body: Mapping[str, Any], name: str) -> float:
-    return read_number(body, name, default=0.0, low=-MAX_PENALTY, high=MAX_PENALTY)
-
-
 def _repetition_penalty(body: Mapping[str, Any]) -> float | None:
-    penalty = read_number(
-        body, "repetition_penalty", default=1.0, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY
-    )
+    penalty = REPETITION_PENALTY.read(body)
     return None if penalty == 1.0 else penalty
 
 
@@ -269,7 +259,7 @@ def _bad_words(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _truncate_prompt_tokens(body: Mapping[str, Any]) -> int | None:
-    count = read_integer(body, "truncate_prompt_tokens", low=TRUNCATE_TO_FIT, high=_MAX_TOKENS_BOUND)
+    count = read_integer(body, "truncate_prompt_tokens", low=TRUNCATE_TO_FIT, high=MAX_TOKENS_BOUND)
     if count == 0:
         raise InvalidRequest(
             "'truncate_prompt_tokens' must be at least 1, or -1 to keep what fits.", param="truncate_prompt_tokens"
@@ -279,7 +269,7 @@ def _truncate_prompt_tokens(body: Mapping[str, Any]) -> int | None:
 
 def _priority(body: Mapping[str, Any]) -> int:
     """Return the priority as engines count it; for clients, as in vLLM, lower is earlier."""
-    return -(read_integer(body, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY) or 0)
+    return -(PRIORITY.read(body) or 0)
 
 
 def _stream_options(body: Mapping[str, Any], *, is_streaming: bool) -> Mapping[str, Any]:
@@ -295,7 +285,7 @@ def _stream_options(body: Mapping[str, Any], *, is_streaming: bool) -> Mapping[s
 
 
 def _temperature(body: Mapping[str, Any]) -> float:
-    temperature = read_number(body, "temperature", default=1.0, low=0.0, high=MAX_TEMPERATURE)
+    temperature = TEMPERATURE.read(body)
     # So low, a draw differs from the likeliest token only where two logits are equal, by chance.
     return 0.0 if temperature < MIN_SAMPLED_TEMPERATURE else temperature
 
@@ -314,13 +304,13 @@ def _top_k(body: Mapping[str, Any], vocab_size: int) -> int | None:
 
 
 def _seed(body: Mapping[str, Any]) -> int | None:
-    seed = read_integer(body, "seed", low=_MIN_SEED, high=_MAX_SEED)
+    seed = SEED.read(body)
     # The engine's seed is unsigned; two's complement keeps different seeds different.
     return None if seed is None else seed % 2**64
 
 
 def _min_output_tokens(body: Mapping[str, Any], max_output_tokens: int | None) -> int:
-    min_tokens = read_integer(body, "min_tokens", low=0, high=_MAX_TOKENS_BOUND) or 0
+    min_tokens = MIN_TOKENS.read(body) or 0
     if max_output_tokens is not None and min_tokens > max_output_tokens:
         raise InvalidRequest("'min_tokens' must not be greater than 'max_tokens'.", param="min_tokens")
     return min_tokens

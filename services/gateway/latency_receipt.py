@@ -117,8 +117,8 @@ class StallReport:
 class LatencyReceipt:
     """A waterfall. The segments and ``unattributed_ns`` add up to ``wall_ns``.
 
-    ``unattributed_ns`` can be a little below zero: ``wire`` is measured on another message than the one whose way
-    it stands for. ``absent`` says of segments why they are zero.
+    ``unattributed_ns`` can be a hair below zero where the clocks of gateway and engine run at different rates.
+    ``absent`` says of segments why they are zero.
     """
 
     wall_ns: int

@@ -19,6 +19,11 @@ class Models:
         self._max_model_len = max_model_len
         self._start_time = start_time
 
+    @property
+    def facts(self) -> ModelFacts:
+        """What schemas know of the model."""
+        return self._model
+
     def of_tenant(self, tenant: Tenant) -> list[dict[str, Any]]:
         """Return one object for each name that the tenant may use."""
         return [self._object(name) for name in names_for(tenant, self._model)]

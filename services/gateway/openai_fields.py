@@ -7,8 +7,9 @@ clients that send their defaults work and nothing is ignored silently.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from libs.errors import InvalidRequest, UnsupportedField
 
@@ -71,70 +72,96 @@ CHAT_FIELDS: Final = _SHARED_FIELDS | {
 }
 
 
-def _null(value: Any) -> bool:  # Any: a value of a JSON document, here and below.
-    return value is None
+@dataclass(frozen=True, slots=True)
+class NeutralValues:
+    """Null and the values of a field that change nothing."""
+
+    values: tuple[Any, ...]  # Any: values of a JSON document.
+
+    def __call__(self, value: Any) -> bool:
+        """Tell whether a value is one of them; a boolean is not a number here although it is one in Python."""
+        return value is None or any(_kind(value) is _kind(one) and value == one for one in self.values)
+
+    def schema(self) -> dict[str, Any]:
+        """Return the schema of these values."""
+        return {
+            "enum": [None, *self.values],
+            "description": "Known and not served: only with a value that changes nothing.",
+        }
 
 
-def _one_of(*neutral: Any) -> Callable[[Any], bool]:
-    """Accept null and these values; a boolean is not a number here although it is one in Python."""
-    return lambda value: value is None or any(type(value) is type(one) and value == one for one in neutral)
+@dataclass(frozen=True, slots=True)
+class AnyValue:
+    """Any value of a field that a client made of what else it sends, so that the field says nothing."""
+
+    def __call__(self, value: Any) -> bool:
+        """Take it."""
+        return True
+
+    def schema(self) -> dict[str, Any]:
+        """Return the schema of any value."""
+        return {"description": "Made of the rest by a client; it changes nothing."}
 
 
-def _number(neutral: float) -> Callable[[Any], bool]:
-    return lambda value: value is None or (type(value) in (int, float) and value == neutral)
+NeutralField: TypeAlias = NeutralValues | AnyValue
 
 
-def _empty(value: Any) -> bool:
-    return value is None or value in ([], {})
+def _kind(value: Any) -> type:
+    """Return a value's type; a number is one whether it is written with a point or not."""
+    return float if type(value) is int else type(value)
 
 
-_OFF, _ON, _ONE = _one_of(False), _one_of(True), _number(1)
+def _one_of(*values: Any) -> NeutralValues:
+    return NeutralValues(values)
+
+
+_NULL, _EMPTY, _OFF, _ON, _ONE = _one_of(), _one_of([], {}), _one_of(False), _one_of(True), _one_of(1)
 
 # Fields known and not served, each with the test for the values that change nothing.
-_NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
+NEUTRAL_VALUES: Final[Mapping[str, NeutralField]] = {
     # OpenAI
-    "audio": _null,
+    "audio": _NULL,
     "function_call": _one_of("none"),
-    "functions": _empty,
+    "functions": _EMPTY,
     "modalities": _one_of(["text"]),
-    "moderation": _null,
+    "moderation": _NULL,
     "parallel_tool_calls": _one_of(True, False),
-    "prediction": _null,
-    "prompt_cache_key": _null,
-    "prompt_cache_options": _null,
-    "prompt_cache_retention": _null,
+    "prediction": _NULL,
+    "prompt_cache_key": _NULL,
+    "prompt_cache_options": _NULL,
+    "prompt_cache_retention": _NULL,
     "reasoning_effort": _one_of("none"),
     "service_tier": _one_of("auto", "default"),
     "store": _OFF,
     "tool_choice": _one_of("none"),
-    "tools": _empty,
-    "top_logprobs": _null,
-    "verbosity": _null,
-    "web_search_options": _null,
+    "tools": _EMPTY,
+    "top_logprobs": _NULL,
+    "verbosity": _NULL,
+    "web_search_options": _NULL,
     # vLLM and its relatives
     "add_special_tokens": _OFF,
     "best_of": _ONE,
-    "cache_salt": _null,
-    "chat_template": _null,
-    "chat_template_kwargs": _empty,
-    "documents": _empty,
-    "guided_decoding_backend": _null,
-    "guided_whitespace_pattern": _null,
+    "cache_salt": _NULL,
+    "chat_template": _NULL,
+    "chat_template_kwargs": _EMPTY,
+    "documents": _EMPTY,
+    "guided_decoding_backend": _NULL,
+    "guided_whitespace_pattern": _NULL,
     "include_reasoning": _one_of(True, False),
-    "kv_transfer_params": _null,
+    "kv_transfer_params": _NULL,
     "length_penalty": _ONE,
-    "logits_processors": _empty,
-    "lora": _null,
-    "media_io_kwargs": _empty,
-    "mm_processor_kwargs": _empty,
-    "repetition_detection": _null,
-    "request_id": _null,
+    "logits_processors": _EMPTY,
+    "lora": _NULL,
+    "media_io_kwargs": _EMPTY,
+    "mm_processor_kwargs": _EMPTY,
+    "repetition_detection": _NULL,
+    "request_id": _NULL,
     "return_tokens_as_token_ids": _OFF,
     "spaces_between_special_tokens": _ON,
-    "suffix": _null,
-    "thinking_token_budget": _null,
+    "suffix": _NULL,
+    "thinking_token_budget": _NULL,
     "use_beam_search": _OFF,
-    "vllm_xargs": _empty,
+    "vllm_xargs": _EMPTY,
 }
 
 # Names that vLLM has given up, and what takes their place.
@@ -146,30 +173,32 @@ _RENAMED: Final[Mapping[str, str]] = {
 }
 
 # Of these a value is legal and served only in part.
-_NEUTRAL_STREAM_OPTIONS: Final[Mapping[str, Callable[[Any], bool]]] = {
+NEUTRAL_STREAM_OPTIONS: Final[Mapping[str, NeutralField]] = {
     "include_obfuscation": _OFF,
 }
-_NEUTRAL_STRUCTURED_OUTPUTS: Final[Mapping[str, Callable[[Any], bool]]] = {
+NEUTRAL_STRUCTURED_OUTPUTS: Final[Mapping[str, NeutralField]] = {
     "disable_additional_properties": _OFF,
     "disable_any_whitespace": _OFF,
     "disable_fallback": _one_of(True, False),
-    "structural_tag": _null,
-    "whitespace_pattern": _null,
+    "structural_tag": _NULL,
+    "whitespace_pattern": _NULL,
 }
-_NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
+NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, NeutralField]] = {
     # What an answer holds, so that a client may send it back as it came.
-    "annotations": _empty,
-    "audio": _null,
-    "function_call": _null,
-    "name": _null,
-    "reasoning": _null,
-    "reasoning_content": _null,
-    "refusal": _null,
-    "tool_call_id": _null,
-    "tool_calls": _empty,
+    "annotations": _EMPTY,
+    "audio": _NULL,
+    "function_call": _NULL,
+    "name": _NULL,
+    # What OpenAI's clients have read out of the content.
+    "parsed": AnyValue(),
+    "reasoning": _NULL,
+    "reasoning_content": _NULL,
+    "refusal": _NULL,
+    "tool_call_id": _NULL,
+    "tool_calls": _EMPTY,
 }
 # What messages of some roles have beside what all have.
-_MESSAGE_FIELDS: Final[Mapping[str, frozenset[str]]] = {
+MESSAGE_FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "assistant": frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning"}),
     "tool": frozenset({"role", "content", "tool_call_id"}),
 }
@@ -177,17 +206,17 @@ _MESSAGE_FIELDS: Final[Mapping[str, frozenset[str]]] = {
 
 def check_chat_fields(body: Mapping[str, Any]) -> None:
     """Refuse fields of a chat completion request that nobody knows or that are not served."""
-    _check(body, CHAT_FIELDS, _NEUTRAL_VALUES, path="")
+    _check(body, CHAT_FIELDS, NEUTRAL_VALUES, path="")
 
 
 def check_text_fields(body: Mapping[str, Any]) -> None:
     """The same for a (legacy) completion request."""
-    _check(body, TEXT_FIELDS, _NEUTRAL_VALUES, path="")
+    _check(body, TEXT_FIELDS, NEUTRAL_VALUES, path="")
 
 
 def check_fields(body: Mapping[str, Any], served: frozenset[str]) -> None:
     """The same for a request that does not generate and serves these fields."""
-    _check(body, served, _NEUTRAL_VALUES, path="")
+    _check(body, served, NEUTRAL_VALUES, path="")
 
 
 def check_stream_options(options: Mapping[str, Any]) -> None:
@@ -195,7 +224,7 @@ def check_stream_options(options: Mapping[str, Any]) -> None:
     _check(
         options,
         frozenset({"include_usage", "continuous_usage_stats"}),
-        _NEUTRAL_STREAM_OPTIONS,
+        NEUTRAL_STREAM_OPTIONS,
         path="stream_options.",
     )
 
@@ -205,7 +234,7 @@ def check_structured_outputs(options: Mapping[str, Any]) -> None:
     _check(
         options,
         frozenset({"json", "json_object", "regex", "choice", "grammar"}),
-        _NEUTRAL_STRUCTURED_OUTPUTS,
+        NEUTRAL_STRUCTURED_OUTPUTS,
         path="structured_outputs.",
     )
 
@@ -213,7 +242,7 @@ def check_structured_outputs(options: Mapping[str, Any]) -> None:
 def check_message_fields(message: Mapping[str, Any], role: str, path: str) -> None:
     """The same for one message, for example ``messages[3]``."""
     _check(
-        message, _MESSAGE_FIELDS.get(role, frozenset({"role", "content"})), _NEUTRAL_MESSAGE_FIELDS, path=f"{path}."
+        message, MESSAGE_FIELDS.get(role, frozenset({"role", "content"})), NEUTRAL_MESSAGE_FIELDS, path=f"{path}."
     )
 
 

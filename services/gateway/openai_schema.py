@@ -16,12 +16,17 @@ import orjson
 
 from libs.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from libs.text import ChatMessage
-from services.gateway.generation_options import (
-    GenerationOptions,
-    parse_generation_options,
-    read_max_tokens,
-    read_num_logprobs,
+from services.gateway.generation_fields import (
+    CONTINUE_FINAL_MESSAGE,
+    INCLUDE_REASONING,
+    LOGPROBS,
+    MAX_COMPLETION_TOKENS,
+    MAX_TOKENS,
+    PARALLEL_TOOL_CALLS,
+    THINKING_TOKEN_BUDGET,
+    TOP_LOGPROBS,
 )
+from services.gateway.generation_options import GenerationOptions, parse_generation_options
 from services.gateway.model_formats.model_format import ModelFormat
 from services.gateway.openai_fields import check_chat_fields, check_content_part_fields, check_message_fields
 from services.gateway.openai_values import read_boolean
@@ -34,7 +39,7 @@ from services.gateway.reasoning_fields import (
     read_template_variables,
 )
 from services.gateway.tool_grammar import tool_constraint
-from services.gateway.tools import ToolUse, make_tool_use, read_choice, read_tool_calls, read_tools
+from services.gateway.tools import ToolUse, check_results, make_tool_use, read_choice, read_tool_calls, read_tools
 
 MAX_MESSAGES: Final = 2048
 MAX_CONTENT_PARTS: Final = 2048
@@ -138,7 +143,7 @@ def parse_chat_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidCh
             num_logprobs=_num_logprobs(body),
         ),
         reads_reasoning=True,
-        shows_reasoning=read_boolean(body, "include_reasoning", default=True),
+        shows_reasoning=INCLUDE_REASONING.read(body),
         max_reasoning_tokens=_max_reasoning_tokens(body, model),
     )
     tools = _tool_use(body)
@@ -173,12 +178,12 @@ def with_tools(
 def _tool_use(body: Mapping[str, Any]) -> ToolUse | None:
     tools = read_tools(body.get("tools"), "tools")
     choice, only = read_choice(body.get("tool_choice"))
-    is_parallel = read_boolean(body, "parallel_tool_calls", default=True)
+    is_parallel = PARALLEL_TOOL_CALLS.read(body)
     return make_tool_use(tools, choice, only=only, is_parallel=is_parallel)
 
 
 def _max_reasoning_tokens(body: Mapping[str, Any], model: ModelFacts) -> int | None:
-    budget = read_max_tokens(body, "thinking_token_budget")
+    budget = THINKING_TOKEN_BUDGET.read(body)
     if budget is not None:
         check_reasoning_limit(model.format, "thinking_token_budget")
     return budget
@@ -204,7 +209,8 @@ def check_model_name(name: str, model: ModelFacts) -> None:
 def read_chat_prompt(body: Mapping[str, Any], model: ModelFacts) -> ChatPrompt:
     """Return the messages, how the template ends them, and what is set in it."""
     messages = _messages(body)
-    continues = read_boolean(body, "continue_final_message", default=False)
+    check_results(messages, "messages")
+    continues = CONTINUE_FINAL_MESSAGE.read(body)
     adds = read_boolean(body, "add_generation_prompt", default=not continues)
     if continues and adds:
         raise InvalidRequest(
@@ -295,16 +301,16 @@ def _text_of_part(part: Any, path: str) -> str:
 
 
 def _num_logprobs(body: Mapping[str, Any]) -> int | None:
-    is_wanted = read_boolean(body, "logprobs", default=False)
-    count = read_num_logprobs(body, "top_logprobs") or 0
+    is_wanted = LOGPROBS.read(body)
+    count = TOP_LOGPROBS.read(body) or 0
     if count and not is_wanted:
         raise InvalidRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     return count if is_wanted else None
 
 
 def _max_output_tokens(body: Mapping[str, Any]) -> int | None:
-    old = read_max_tokens(body, "max_tokens")
-    new = read_max_tokens(body, "max_completion_tokens")
+    old = MAX_TOKENS.read(body)
+    new = MAX_COMPLETION_TOKENS.read(body)
     if old is not None and new is not None and old != new:
         raise InvalidRequest(
             "'max_tokens' and 'max_completion_tokens' differ; give one of them.", param="max_completion_tokens"

@@ -11,15 +11,11 @@ from typing import Any, Final
 
 from libs.errors import InvalidRequest
 from services.gateway.generation import MAX_CHOICES
-from services.gateway.generation_options import (
-    GenerationOptions,
-    parse_generation_options,
-    read_max_tokens,
-    read_num_logprobs,
-)
+from services.gateway.generation_fields import ADD_SPECIAL_TOKENS, ECHO, TEXT_LOGPROBS, TEXT_MAX_TOKENS
+from services.gateway.generation_options import GenerationOptions, parse_generation_options
 from services.gateway.openai_fields import check_text_fields
 from services.gateway.openai_schema import ModelFacts, read_model_name
-from services.gateway.openai_values import are_token_ids, read_boolean
+from services.gateway.openai_values import are_token_ids
 from services.gateway.prompts import TextPrompt, TokenPrompt
 
 MAX_PROMPTS: Final = 128
@@ -45,13 +41,13 @@ def parse_text_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidTe
     check_text_fields(body)
     model_name = read_model_name(body, model)
     prompts = _prompts(body, model.vocab_size)
-    num_logprobs = read_num_logprobs(body, "logprobs")
+    num_logprobs = TEXT_LOGPROBS.read(body)
     options = parse_generation_options(
         body,
         vocab_size=model.vocab_size,
-        max_output_tokens=read_max_tokens(body, "max_tokens", low=0),
+        max_output_tokens=TEXT_MAX_TOKENS.read(body),
         num_logprobs=num_logprobs,
-        num_echoed_logprobs=num_logprobs if read_boolean(body, "echo", default=False) else None,
+        num_echoed_logprobs=num_logprobs if ECHO.read(body) else None,
     )
     shows_prompt = options.echoes_prompt or options.num_prompt_logprobs is not None
     if options.max_output_tokens == 0 and not shows_prompt:
@@ -69,7 +65,7 @@ def _prompts(body: Mapping[str, Any], vocab_size: int) -> tuple[TextPrompt | Tok
     given = body.get("prompt")
     if given is None:
         raise InvalidRequest("'prompt' must be given.", param="prompt")
-    adds_special = read_boolean(body, "add_special_tokens", default=True)
+    adds_special = ADD_SPECIAL_TOKENS.read(body)
     if isinstance(given, str):
         return (TextPrompt(given, adds_special),)
     if not isinstance(given, list) or not given:

@@ -1,6 +1,6 @@
-"""One choice's text with its marks read: what is content, what is reasoning, what are calls of tools.
+"""One choice's text with its markers read: what is content, what is reasoning, what are calls of tools.
 
-Owns the count of reasoning tokens. It must not know which marks a model has.
+Owns the count of reasoning tokens. It must not know which markers a model has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ParsedOutput:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Those of them that were reasoning, its marks included."""
+        """Those of them that were reasoning, its markers included."""
         return self._num_reasoning_tokens
 
     def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:

@@ -15,12 +15,11 @@ from msgspec import Meta
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.text import ChatMessage
+from services.gateway.generation_fields import MAX_LOGPROBS, MAX_TEMPERATURE
 from services.gateway.generation_options import (
-    MAX_LOGPROBS,
     MAX_METADATA_KEY_CHARACTERS,
     MAX_METADATA_PAIRS,
     MAX_METADATA_VALUE_CHARACTERS,
-    MAX_TEMPERATURE,
     MAX_USER_CHARACTERS,
     GenerationOptions,
     parse_generation_options,
@@ -30,8 +29,11 @@ from services.gateway.prompts import ChatPrompt
 from services.gateway.reasoning_fields import effort_variables
 from services.gateway.tools import (
     MAX_TOOLS,
+    FunctionDescription,
+    FunctionName,
     ToolChoice,
     ToolUse,
+    check_results,
     make_tool,
     make_tool_call,
     make_tool_use,
@@ -87,7 +89,7 @@ class FunctionCallItem(_Item, tag="function_call", kw_only=True, frozen=True):
     """A call of a function, the assistant's."""
 
     call_id: _Id
-    name: str
+    name: FunctionName
     arguments: str
 
 
@@ -113,16 +115,16 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
+    name: FunctionName
     parameters: dict[str, Any] | None = None
-    description: str | None = None
+    description: FunctionDescription | None = None
     strict: bool | None = None
 
 
 class NamedFunction(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="function"):
     """The function that must be called, or one of those that may be."""
 
-    name: str
+    name: FunctionName
 
 
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="allowed_tools"):
@@ -147,7 +149,7 @@ class JsonObjectForm(_Format, tag="json_object", frozen=True):
 class JsonSchemaForm(_Format, tag="json_schema", frozen=True):
     """JSON of this schema, enforced whether it is strict or not."""
 
-    name: str
+    name: FunctionName
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -327,6 +329,7 @@ def _prompt(body: ResponseBody, model: ModelFacts) -> ChatPrompt:
     else:
         for index, item in enumerate(body.input):
             _add(turns, item, f"input[{index}]")
+    check_results(turns, "input")
     effort = None if body.reasoning is None else body.reasoning.effort
     return ChatPrompt(tuple(turns), variables=effort_variables(effort, model.format, "reasoning.effort"))
 

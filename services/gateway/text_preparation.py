@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import orjson
+
 from libs.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
-from libs.grammar import Grammar, GrammarCompiler
+from libs.grammar import Grammar, GrammarCompiler, GrammarForm
 from libs.kv import HASH_ALGORITHM, HashContract, PrefixHash, SharedPrefix, prefix_hashes
 from libs.text import IncrementalDetokenizer, ModelText
 from services.gateway.generation_options import TRUNCATE_TO_FIT, GenerationOptions
@@ -25,6 +27,7 @@ from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.tool_grammar import with_reasoning
 from services.gateway.tool_prompt import phrased
+from services.gateway.tools import Tool
 
 Result = TypeVar("Result")
 
@@ -32,7 +35,7 @@ _NO_MARKS = NoMarks()
 _LONG_TEXT_CHARACTERS = 256 * 1024
 # A character of a grammar costs as much as so many of a text; only decides which threads do the work.
 _CHARACTERS_PER_GRAMMAR_CHARACTER = 16
-# In these lies the mark of reasoning that a template writes at the end of a prompt, and white space after it.
+# In these lies the marker of reasoning that a template writes at the end of a prompt, and white space after it.
 _ENDING_TOKENS = 16
 
 
@@ -210,8 +213,24 @@ class TextPreparation:
         try:
             self._grammars.compile(grammar)
         except InvalidRequest as error:
+            for tool in () if options.tools is None else options.tools.callable_tools:
+                self._check_schema(tool)
+            if constraint is not None and constraint.grammar is not grammar:
+                self._check_alone(constraint.grammar, param)
             raise InvalidRequest(error.message, param=param) from error
         return grammar
+
+    def _check_schema(self, tool: Tool) -> None:
+        """Refuse a tool whose parameters cannot be enforced, by its own place."""
+        schema = orjson.dumps(dict(tool.parameters)).decode()
+        self._check_alone(Grammar(GrammarForm.JSON_SCHEMA, (schema,)), tool.parameters_path)
+
+    def _check_alone(self, grammar: Grammar, param: str | None) -> None:
+        assert self._grammars is not None, "something was compiled"
+        try:
+            self._grammars.compile(grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param) from error
 
     def _shown_text(
         self, prompt: Prompt, token_ids: Sequence[int], options: GenerationOptions, *, is_cut: bool

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from libs.errors import InvalidRequest
@@ -15,10 +16,11 @@ from libs.text import IncrementalDetokenizer
 from services.gateway.admission import Admission
 from services.gateway.anthropic_schema import parse_token_count
 from services.gateway.client_call import ClientCall
+from services.gateway.generation_fields import ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRINGS
 from services.gateway.model_access import check_access
 from services.gateway.openai_fields import check_fields
 from services.gateway.openai_schema import ModelFacts, check_model_name, read_chat_prompt
-from services.gateway.openai_values import are_token_ids, read_boolean
+from services.gateway.openai_values import are_token_ids
 from services.gateway.prompts import Prompt, TextPrompt
 from services.gateway.text_preparation import TextPreparation
 from services.gateway.tools import read_tools
@@ -40,6 +42,14 @@ DETOKENIZE_FIELDS: Final = frozenset({"model", "tokens"})
 _CHARACTERS_PER_TOKEN: Final = 4
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizationRequest:
+    """What is to be tokenized, and whether the names of its tokens are wanted."""
+
+    prompt: Prompt
+    returns_strings: bool
+
+
 class Tokenization:
     """Serves these routes."""
 
@@ -59,18 +69,16 @@ class Tokenization:
     async def tokenize(self, call: ClientCall[Any]) -> dict[str, Any]:
         """Return a prompt's tokens; raises OctavoError for what is no prompt."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(call)
-            prompt = _read_prompt(body, self._model)
-            returns_strings = read_boolean(body, "return_token_strs", default=False)
+            request = parse_tokenization(await self._read(call), self._model)
             token_ids = await self._text.run(
-                lambda: self._text.token_ids_of(prompt), num_characters=prompt.num_characters
+                lambda: self._text.token_ids_of(request.prompt), num_characters=request.prompt.num_characters
             )
         texts = self._text.model_text.tokenizer.definition.token_texts
         return {
             "count": len(token_ids),
             "max_model_len": self._max_model_len(),
             "tokens": token_ids,
-            "token_strs": [texts[token_id] for token_id in token_ids] if returns_strings else None,
+            "token_strs": [texts[token_id] for token_id in token_ids] if request.returns_strings else None,
         }
 
     async def count_message_tokens(self, call: ClientCall[Any]) -> dict[str, Any]:
@@ -85,8 +93,7 @@ class Tokenization:
     async def detokenize(self, call: ClientCall[Any]) -> dict[str, Any]:
         """Return the text of tokens, control tokens included; raises OctavoError for what are no tokens."""
         with self._admission.admit() as slot, slot.interruptible():
-            body = await self._read(call)
-            token_ids = _read_tokens(body, self._model.vocab_size)
+            token_ids = parse_detokenization(await self._read(call), self._model)
             text = await self._text.run(
                 lambda: self._text_of(token_ids), num_characters=_CHARACTERS_PER_TOKEN * len(token_ids)
             )
@@ -94,17 +101,39 @@ class Tokenization:
 
     async def _read(self, call: ClientCall[Any]) -> Mapping[str, Any]:
         body = await call.read_body()
-        name = body.get("model")
-        if name is not None:
-            if not isinstance(name, str):
-                raise InvalidRequest("'model' must be a string.", param="model")
-            check_model_name(name, self._model)
-        check_access(call.caller.tenant, self._model, name)
+        check_access(call.caller.tenant, self._model, _optional_model(body, self._model))
         return body
 
     def _text_of(self, token_ids: list[int]) -> str:
         detokenizer = IncrementalDetokenizer(self._text.model_text.tokenizer, skip_special_tokens=False)
         return detokenizer.add(token_ids) + detokenizer.flush()
+
+
+def parse_tokenization(body: Mapping[str, Any], model: ModelFacts) -> TokenizationRequest:
+    """Check every field and return the request; raises InvalidRequest, which names the field, or ModelNotFound."""
+    _optional_model(body, model)
+    return TokenizationRequest(_read_prompt(body, model), RETURN_TOKEN_STRINGS.read(body))
+
+
+def parse_detokenization(body: Mapping[str, Any], model: ModelFacts) -> list[int]:
+    """Check every field and return the tokens; raises as ``parse_tokenization`` does."""
+    _optional_model(body, model)
+    check_fields(body, DETOKENIZE_FIELDS)
+    token_ids = body.get("tokens")
+    if not isinstance(token_ids, list) or not are_token_ids(token_ids, model.vocab_size):
+        raise InvalidRequest(
+            f"'tokens' must be a list of token ids from 0 to {model.vocab_size - 1}.", param="tokens"
+        )
+    return token_ids
+
+
+def _optional_model(body: Mapping[str, Any], model: ModelFacts) -> str | None:
+    name = body.get("model")
+    if name is not None:
+        if not isinstance(name, str):
+            raise InvalidRequest("'model' must be a string.", param="model")
+        check_model_name(name, model)
+    return name
 
 
 def _read_prompt(body: Mapping[str, Any], model: ModelFacts) -> Prompt:
@@ -118,12 +147,4 @@ def _read_prompt(body: Mapping[str, Any], model: ModelFacts) -> Prompt:
     text = body.get("prompt")
     if not isinstance(text, str):
         raise InvalidRequest("Give either 'prompt', a string, or 'messages'.", param="prompt")
-    return TextPrompt(text, read_boolean(body, "add_special_tokens", default=True))
-
-
-def _read_tokens(body: Mapping[str, Any], vocab_size: int) -> list[int]:
-    check_fields(body, DETOKENIZE_FIELDS)
-    token_ids = body.get("tokens")
-    if not isinstance(token_ids, list) or not are_token_ids(token_ids, vocab_size):
-        raise InvalidRequest(f"'tokens' must be a list of token ids from 0 to {vocab_size - 1}.", param="tokens")
-    return token_ids
+    return TextPrompt(text, ADD_SPECIAL_TOKENS.read(body))

@@ -116,7 +116,7 @@ def with_reasoning(
 
 
 def _thought_rules(end: str, vocabulary: Vocabulary, max_tokens: int | None) -> list[str]:
-    """Return rules for reasoning and the mark at its end, by the name ``thought``."""
+    """Return rules for reasoning and the marker at its end, by the name ``thought``."""
     token_id = vocabulary.token_id(end)
     if token_id is None:
         assert max_tokens is None, "only what ends with a token can be limited"

@@ -10,18 +10,29 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import orjson
+from msgspec import Meta
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
-from libs.text import ToolCall
+from libs.text import ChatMessage, ToolCall
 
 MAX_TOOLS: Final = 128
 MAX_DESCRIPTION_CHARACTERS: Final = 8192
 
-_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+# Of a call that was made. One that a client put together from a stream has its place in the message, and OpenAI's
+# clients add what they have read out of the arguments.
+_CALL_FIELDS: Final = frozenset({"id", "type", "function", "index"})
+_FUNCTION_FIELDS: Final = frozenset({"name", "arguments", "parsed_arguments"})
+_CHOICE_FIELDS: Final = frozenset({"type", "function"})
+NAME_PATTERN: Final = "^[a-zA-Z0-9_-]{1,64}$"
+_NAME: Final = re.compile(NAME_PATTERN.strip("^$"))
+# For the bodies that are types.
+FunctionName: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
+FunctionDescription: TypeAlias = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARACTERS)]
+_SHOWN_ID_CHARACTERS: Final = 64
 
 
 class ToolChoice(StrEnum):
@@ -41,6 +52,8 @@ class Tool:
     parameters: Mapping[str, Any]
     # Arguments must be valid for their schema; where they can be held to it they always are.
     is_strict: bool = False
+    # Where the request has its parameters, for what cannot be enforced.
+    parameters_path: str = "tools"
 
     def as_value(self) -> dict[str, Any]:
         """Return the tool as templates and models read it."""
@@ -101,7 +114,8 @@ def make_tool(
         )
     if not isinstance(strict, bool | None):
         raise InvalidRequest(f"'{path}.strict' must be true or false.", param=f"{path}.strict")
-    return Tool(name, description, _parameters(parameters, f"{path}.{parameters_name}"), bool(strict))
+    parameters_path = f"{path}.{parameters_name}"
+    return Tool(name, description, _parameters(parameters, parameters_path), bool(strict), parameters_path)
 
 
 def check_name(name: Any, path: str) -> None:
@@ -149,6 +163,7 @@ def read_choice(value: Any) -> tuple[ToolChoice | None, tuple[str, ...] | None]:
             param="tool_choice",
         )
     if value.get("type") == "allowed_tools":
+        _refuse_others(value, frozenset({"type", "allowed_tools"}), "tool_choice")
         return _allowed_tools(value.get("allowed_tools"))
     return ToolChoice.REQUIRED, (_named_function(value, "tool_choice"),)
 
@@ -159,6 +174,7 @@ def _allowed_tools(value: Any) -> tuple[ToolChoice, tuple[str, ...]]:
     if not isinstance(value, dict) or value.get("mode") not in ("auto", "required") or not isinstance(tools, list):
         raise InvalidRequest(f"'{path}' must have a 'mode', 'auto' or 'required', and 'tools'.", param=path)
     names = tuple(_named_function(tool, f"{path}.tools[{index}]") for index, tool in enumerate(tools))
+    _refuse_others(value, frozenset({"mode", "tools"}), path)
     return ToolChoice(value["mode"]), names
 
 
@@ -168,6 +184,8 @@ def _named_function(value: Any, path: str) -> str:
         raise UnsupportedField(
             f'\'{path}\' as an object must be {{"type": "function", "function": {{"name": …}}}}.', param=path
         )
+    _refuse_others(value, _CHOICE_FIELDS, path)
+    _refuse_others(function, frozenset({"name"}), f"{path}.function")
     return str(function.get("name"))
 
 
@@ -188,6 +206,8 @@ def _tool_call(value: Any, path: str) -> ToolCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or value.get("type", "function") != "function":
         raise InvalidRequest(f"'{path}' must be a call with 'id', 'type' and 'function'.", param=path)
+    _refuse_others(value, _CALL_FIELDS, path)
+    _refuse_others(function, _FUNCTION_FIELDS, f"{path}.function")
     call_id, name, arguments = value.get("id"), function.get("name"), function.get("arguments")
     if not isinstance(call_id, str):
         raise InvalidRequest(f"'{path}.id' must be a string.", param=f"{path}.id")
@@ -200,6 +220,23 @@ def make_tool_call(call_id: str, name: Any, arguments: Any, path: str) -> ToolCa
     if not isinstance(arguments, str) or not _is_object(arguments):
         raise InvalidRequest(f"'{path}.arguments' must be a JSON object as a string.", param=f"{path}.arguments")
     return ToolCall(call_id, name, arguments)
+
+
+def check_results(messages: Sequence[ChatMessage], param: str) -> None:
+    """Refuse a tool's result that answers no call before it; raises InvalidRequest."""
+    called: set[str] = set()
+    for message in messages:
+        called.update(call.call_id for call in message.tool_calls)
+        if message.role == "tool" and message.tool_call_id not in called:
+            shown = (message.tool_call_id or "")[:_SHOWN_ID_CHARACTERS]
+            raise InvalidRequest(
+                f"'{param}' has a result of the call {shown!r}, and no such call before it.", param=param
+            )
+
+
+def _refuse_others(value: Mapping[str, Any], known: frozenset[str], path: str) -> None:
+    for name in value.keys() - known:
+        raise InvalidRequest(f"Unknown field '{path}.{name[:64]}'.", param=path)
 
 
 def _is_object(text: str) -> bool:

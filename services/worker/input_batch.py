@@ -196,6 +196,8 @@ class InputBatch:
         return self._token_ids[slots, self._num_tokens[slots] + place].astype(np.int64)
 
     def _end(self, slots: IntArray) -> None:
+        if not len(slots):
+            return
         self._check_slots(slots)
         if not self._is_known[slots].all():
             raise InternalError(f"The slots {slots[~self._is_known[slots]].tolist()} end, but hold no sequence.")
@@ -328,7 +330,7 @@ class InputBatch:
                 f"{step.num_draft_tokens.tolist()}."
             )
         self._check_slots(slots)
-        if len(np.unique(slots)) != len(slots):
+        if len(set(slots.tolist())) != len(slots):
             raise InternalError(f"Step {step.step_id} schedules a slot twice: {slots.tolist()}.")
         if not self._is_known[slots].all():
             raise InternalError(

@@ -37,7 +37,7 @@ _log = get_logger("rendezvous")
 
 # A rank loads for minutes where models are large; the engine gives up before, or asks anew.
 _FORM_SECONDS = 1_800.0
-_POLL_SECONDS = 0.1
+_POLL_MILLISECONDS = 100
 _RETRY_SECONDS = 0.05
 _MAX_MESSAGE_BYTES = 4_096
 _LEAVE_SECONDS = 2.0
@@ -156,7 +156,9 @@ class _Waiting:
 
     def readable(self, waited_for: socket.socket, what: str) -> None:
         """Return when there is something to read or accept; raises WorkerLost at the deadline."""
-        while not select.select([waited_for], [], [], _POLL_SECONDS)[0]:
+        poll = select.poll()
+        poll.register(waited_for, select.POLLIN)
+        while not poll.poll(_POLL_MILLISECONDS):
             self.tick(what)
 
     def tick(self, what: str) -> None:

@@ -201,4 +201,4 @@ def _grammar_of(message: generation_pb2.Grammar) -> Grammar:
 
 
 def _array(values: Sequence[int]) -> IntArray:
-    return np.array(values, dtype=np.int64)
+    return np.array(values, dtype=np.int64) if values else np.empty(0, dtype=np.int64)

@@ -27,6 +27,7 @@ from libs.rpc import (
     make_channel,
     make_server,
     open_stream,
+    seconds_from_duration,
 )
 from libs.rpc import unary as call
 from services.engine.clients import WorkerClient
@@ -686,14 +687,25 @@ async def test_tells_those_who_ask_how_their_first_token_came_and_where_they_sta
 
     asking, silent = ends[0].usage, ends[1].usage
     [first] = [first for message in gateway.messages for first in message.first_tokens]
-    accepted = [started.HasField("accept_duration") for message in gateway.messages for started in message.started]
-    assert accepted == [True, False]
+    are_told = [started.HasField("accept_duration") for message in gateway.messages for started in message.started]
+    assert are_told == [True, False]
     assert [first.handle] == gateway.handles["asking"]
     assert {miss.reason: miss.num_tokens for miss in first.misses} == {
         generation_pb2.CACHE_MISS_REASON_NOT_SEEN: 32,
         generation_pb2.CACHE_MISS_REASON_TAIL: 8,
     }
-    assert first.prefill_duration.ToTimedelta().total_seconds() >= 0.05
+    assert seconds_from_duration(first.prefill_duration) >= 0.05
+    [accepted] = [
+        seconds_from_duration(started.accept_duration)
+        for message in gateway.messages
+        for started in message.started
+        if started.HasField("accept_duration")
+    ]
+    # From reading the submit to handing over the first token, told in two and in three parts.
+    parts = (first.queue_duration, first.prefill_duration, first.publish_duration)
+    assert accepted + seconds_from_duration(first.since_started_duration) == pytest.approx(
+        sum(seconds_from_duration(part) for part in parts), abs=1e-6
+    )
     # Its two gaps; the worker says that its steps take a millisecond, so that they explain none.
     assert [stall.reason for stall in asking.stalls] == [generation_pb2.STALL_REASON_ENGINE_WAIT] * 2
     assert (asking.num_stalls, silent.num_stalls) == (2, 0)

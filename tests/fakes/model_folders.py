@@ -11,7 +11,7 @@ from libs.text.tokenizer_definition import TokenizerDefinition
 from tests.unit.text.small_models import tokenizer_json, write_folder
 
 _TEMPLATES: Final = Path(__file__).resolve().parent.parent / "data" / "chat_templates"
-# Control tokens by template; those that are no marks here take the place of tokens that nobody uses.
+# Control tokens by template; those that are no markers here take the place of tokens that nobody uses.
 CONTROL_TOKENS: Final = {
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
@@ -27,7 +27,7 @@ CONTROL_TOKENS: Final = {
         "<｜User｜>",
         "<｜Assistant｜>",
     ),
-    # Here the marks of reasoning are text, as those of Qwen3 are.
+    # Here the markers of reasoning are text, as those of Qwen3 are.
     "deepseek_v31": (
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",

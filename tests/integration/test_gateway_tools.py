@@ -75,7 +75,7 @@ async def stands(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Call
 
 
 def say(stand: Stand, text: str, *, tokens_per_step: int = 1, reason: int | None = None) -> None:
-    """Have the engine say a text, its marks as control tokens."""
+    """Have the engine say a text, its markers as control tokens."""
     token_ids = stand.model_text.tokenizer.encode(text, allow_special=True)
     if reason is None:
         stand.engine.default_script = Script(
@@ -232,7 +232,7 @@ async def test_a_call_that_is_cut_is_told_as_far_as_it_came(stands: Any) -> None
             model=MODEL_NAME, max_tokens=99, messages=[{"role": "user", "content": "Rome?"}], tools=BLOCK_TOOLS
         )
 
-    (call,) = whole.choices[0].message.tool_calls or ()
+    (call,) = whole.choices[0].message.tool_calls
     assert (call.function.arguments, whole.choices[0].finish_reason) == ('{"city": "Ro', "length")
     assert (response.status, response.output[0].type, response.output[0].status) == (
         "incomplete",

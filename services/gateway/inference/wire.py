@@ -20,7 +20,10 @@ _STREAMED: Final[Mapping[str, Any]] = {"stream": True, "stream_options": {"inclu
 
 def chat_body(request: inference_pb2.ChatCompletionRequest) -> dict[str, Any]:
     """Return the body of a chat completion; raises InvalidRequest for a tool's parameters that are no JSON."""
-    names = ("logprobs", "top_logprobs", "add_generation_prompt", "continue_final_message", "parallel_tool_calls")
+    names = (
+        *("logprobs", "top_logprobs", "add_generation_prompt", "continue_final_message", "parallel_tool_calls"),
+        *("reasoning_effort", "include_reasoning", "thinking_token_budget"),
+    )
     body: dict[str, Any] = {
         "model": request.model,
         "messages": [_message(message) for message in request.messages],
@@ -37,6 +40,8 @@ def chat_body(request: inference_pb2.ChatCompletionRequest) -> dict[str, Any]:
         body["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice_function}}
     elif request.HasField("tool_choice"):
         body["tool_choice"] = request.tool_choice
+    if request.HasField("chat_template_kwargs"):
+        body["chat_template_kwargs"] = _json(request.chat_template_kwargs, "chat_template_kwargs")
     return body
 
 
@@ -135,7 +140,9 @@ def _structured_outputs(options: inference_pb2.StructuredOutputs) -> dict[str, A
 
 
 def _message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
-    body: dict[str, Any] = {"role": message.role} | _set_fields(message, ("content", "tool_call_id"))
+    body: dict[str, Any] = {"role": message.role} | _set_fields(
+        message, ("content", "tool_call_id", "reasoning_content")
+    )
     if message.tool_calls:
         body["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -147,11 +154,15 @@ def _message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
 def _function(tool: inference_pb2.Tool, path: str) -> dict[str, Any]:
     function = {"name": tool.name} | _set_fields(tool, ("description",))
     if tool.HasField("parameters"):
-        try:
-            function["parameters"] = orjson.loads(tool.parameters)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest(f"'{path}' is not valid JSON: {error}.", param=path) from error
+        function["parameters"] = _json(tool.parameters, path)
     return function
+
+
+def _json(text: str, path: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"'{path}' is not valid JSON: {error}.", param=path) from error
 
 
 def _prompt(prompt: inference_pb2.Prompt) -> str | list[int] | None:
@@ -229,4 +240,5 @@ def _usage(usage: Mapping[str, Any] | None) -> inference_pb2.Usage | None:
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
         cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens"),
+        reasoning_tokens=usage.get("completion_tokens_details", {}).get("reasoning_tokens"),
     )

@@ -1,4 +1,4 @@
-"""A call as an object of JSON with a name and arguments, which most forms have inside their marks.
+"""A call as an object of JSON with a name and arguments, which most forms have inside their markers.
 
 Owns the keys under which models write them. Their order does not matter; arguments are given as they come where the
 name came before.

@@ -29,7 +29,7 @@ class DeepSeekV31Format:
     """A ``ToolFormat``: bare arguments."""
 
     name = "deepseek_v31"
-    marks: tuple[str, ...] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+    markers: tuple[str, ...] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
     @property
     def instruction(self) -> str:
@@ -38,16 +38,18 @@ class DeepSeekV31Format:
 
     def read(self, reader: TextReader, names: Collection[str]) -> Reading[None]:
         """Take all of an answer's text."""
-        # R1 sometimes leaves out the outer mark.
-        while (mark := (yield from reader.text_until((CALLS_BEGIN, CALL_BEGIN), reader.give_content))) is not None:
-            if (yield from reader.attempt(_call(reader, names, has_begun=mark == CALL_BEGIN))):
+        # R1 sometimes leaves out the outer marker.
+        while (
+            marker := (yield from reader.text_until((CALLS_BEGIN, CALL_BEGIN), reader.give_content))
+        ) is not None:
+            if (yield from reader.attempt(_call(reader, names, has_begun=marker == CALL_BEGIN))):
                 yield from _close(reader)
                 while (yield from reader.attempt(_call(reader, names, has_begun=False))):
                     yield from _close(reader)
                 yield from reader.skip(CALLS_END)
                 yield from reader.skip_space()
             else:
-                reader.give_back(mark)
+                reader.give_back(marker)
 
     def grammar(self, tools: Sequence[tuple[str, str]], max_calls: int, vocabulary: Vocabulary) -> CallGrammar:
         """Return the grammar of calls; a tool is its name and the rule of its arguments."""

@@ -16,26 +16,26 @@ from services.gateway.model_formats.text_reader import Reading, TextReader
 
 
 class Vocabulary:
-    """How a grammar spells a mark: by its token where the model has one that is no text, else by its letters."""
+    """How a grammar spells a marker: by its token where the model has one that is no text, else by its letters."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Take the control tokens of ``tokenizer``; without one, all marks are text."""
+        """Take the control tokens of ``tokenizer``; without one, all markers are text."""
         added = () if tokenizer is None else tokenizer.definition.added_tokens
         self._token_ids = {token.text: token.token_id for token in added}
         self._control_token_ids = {token.text: token.token_id for token in added if token.is_special}
 
-    def token_id(self, mark: str) -> int | None:
-        """Return the token that is the mark, control or text, if there is one."""
-        return self._token_ids.get(mark)
+    def token_id(self, marker: str) -> int | None:
+        """Return the token that is the marker, control or text, if there is one."""
+        return self._token_ids.get(marker)
 
-    def control_token_id(self, mark: str) -> int | None:
-        """Return the control token that is the mark, if there is one."""
-        return self._control_token_ids.get(mark)
+    def control_token_id(self, marker: str) -> int | None:
+        """Return the control token that is the marker, if there is one."""
+        return self._control_token_ids.get(marker)
 
-    def term(self, mark: str) -> str:
-        """Return the mark as llguidance's Lark has it."""
-        token_id = self.control_token_id(mark)
-        return self.text(mark) if token_id is None else f"<[{token_id}]>"
+    def term(self, marker: str) -> str:
+        """Return the marker as llguidance's Lark has it."""
+        token_id = self.control_token_id(marker)
+        return self.text(marker) if token_id is None else f"<[{token_id}]>"
 
     def text(self, text: str) -> str:
         """Return plain text as Lark has it."""
@@ -46,12 +46,12 @@ class Vocabulary:
 class CallGrammar:
     """Calls in llguidance's Lark."""
 
-    # What calls begin with and text cannot hold; None where they have no mark.
+    # What calls begin with and text cannot hold; None where they have no marker.
     begin: str | None
-    # The expression of all calls, after the mark.
+    # The expression of all calls, after the marker.
     calls: str
     rules: Sequence[str]
-    # Without a mark: a regular expression for text that begins as calls do.
+    # Without a marker: a regular expression for text that begins as calls do.
     looks_like_calls: str | None = None
 
 
@@ -63,7 +63,7 @@ class ToolFormat(Protocol):
         """The form's name in settings."""
 
     @property
-    def marks(self) -> Sequence[str]:
+    def markers(self) -> Sequence[str]:
         """What stands around calls; where it is a control token it is needed in the text that is read."""
 
     def read(self, reader: TextReader, names: Collection[str]) -> Reading[None]:

@@ -22,7 +22,7 @@ class HermesFormat:
     """A ``ToolFormat``."""
 
     name = "hermes"
-    marks = (BEGIN, END)
+    markers = (BEGIN, END)
     # As Qwen's template words it.
     instruction = (
         "For each function call, return a json object with function name and arguments within "

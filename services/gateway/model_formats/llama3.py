@@ -1,6 +1,6 @@
 """The form of calls of Llama 3.1 to 3.3: bare JSON in place of the answer, with or without ``<|python_tag|>``.
 
-``{"name": …, "parameters": {…}}``; several are separated by ``; ``. As there may be no mark, JSON is a call only
+``{"name": …, "parameters": {…}}``; several are separated by ``; ``. As there may be no marker, JSON is a call only
 where the answer begins with it and where it names a tool of the request.
 """
 
@@ -23,7 +23,7 @@ class Llama3Format:
     """A ``ToolFormat``."""
 
     name = "llama3"
-    marks = (TAG,)
+    markers = (TAG,)
     # As Llama's template words it.
     instruction = (
         'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}. '

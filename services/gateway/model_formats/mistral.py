@@ -28,7 +28,7 @@ class MistralListFormat:
     """A ``ToolFormat``: one list of calls."""
 
     name = "mistral"
-    marks: tuple[str, ...] = (BEGIN, CALL_ID, ARGUMENTS)
+    markers: tuple[str, ...] = (BEGIN, CALL_ID, ARGUMENTS)
     instruction = (
         f'To call functions, answer: {BEGIN}[{{"name": <function-name>, "arguments": <args-json-object>}}]'
     )
@@ -56,15 +56,15 @@ class MistralListFormat:
 
 
 class MistralNamedFormat(MistralListFormat):
-    """A ``ToolFormat``: each call has the mark, its name and its arguments."""
+    """A ``ToolFormat``: each call has the marker, its name and its arguments."""
 
     name = "mistral_named"
     instruction = f"To call functions, answer for each: {BEGIN}<function-name>{ARGUMENTS}<args-json-object>"
 
     def grammar(self, tools: Sequence[tuple[str, str]], max_calls: int, vocabulary: Vocabulary) -> CallGrammar:
         """Return the grammar of calls; a tool is its name and the rule of its arguments."""
-        has_mark = vocabulary.control_token_id(ARGUMENTS) is not None
-        between = f" {vocabulary.term(ARGUMENTS)} " if has_mark else " "
+        has_marker = vocabulary.control_token_id(ARGUMENTS) is not None
+        between = f" {vocabulary.term(ARGUMENTS)} " if has_marker else " "
         bodies = [f"{vocabulary.text(name)}{between}{arguments}" for name, arguments in tools]
         rules = [f"one_call: {' | '.join(bodies)}"]
         return CallGrammar(BEGIN, repeated("one_call", f"{vocabulary.term(BEGIN)} one_call", max_calls), rules)

@@ -96,11 +96,11 @@ class ModelFormat:
 
     def kept_token_ids(self, *, with_tools: bool) -> frozenset[int]:
         """Return the control tokens whose text is needed to read an answer."""
-        marks = [
-            *(self.tools.marks if with_tools and self.tools else ()),
-            *(self.reasoning.marks if self.reasoning else ()),
+        markers = [
+            *(self.tools.markers if with_tools and self.tools else ()),
+            *(self.reasoning.markers if self.reasoning else ()),
         ]
-        token_ids = (self.vocabulary.control_token_id(mark) for mark in marks)
+        token_ids = (self.vocabulary.control_token_id(marker) for marker in markers)
         return frozenset(token_id for token_id in token_ids if token_id is not None)
 
     def new_parser(self, state: ReasoningState, tool_names: Collection[str]) -> AnswerParser | None:
@@ -151,7 +151,7 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
 
 
 def detect_reasoning_format(template: str | None) -> ReasoningFormat | None:
-    """Return the marks of reasoning that a chat template knows."""
+    """Return the markers of reasoning that a chat template knows."""
     source = template or ""
-    known = (one for one in REASONING_FORMATS.values() if any(mark in source for mark in one.marks))
+    known = (one for one in REASONING_FORMATS.values() if any(marker in source for marker in one.markers))
     return next(known, None)

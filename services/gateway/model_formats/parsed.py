@@ -1,4 +1,4 @@
-"""What a model's answer is made of once its own marks are read: text, reasoning, and parts of calls.
+"""What a model's answer is made of once its own markers are read: text, reasoning, and parts of calls.
 
 Owns no behaviour.
 """

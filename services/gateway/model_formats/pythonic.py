@@ -26,7 +26,7 @@ class PythonicFormat:
     """A ``ToolFormat``."""
 
     name = "pythonic"
-    marks = (BEGIN, END)
+    markers = (BEGIN, END)
     instruction = (
         "To call functions, answer with a list of them and nothing else: "
         "[function_name(argument=value, other_argument=value)]"

@@ -1,4 +1,4 @@
-"""Reasoning, which models write before an answer between marks of their own.
+"""Reasoning, which models write before an answer between markers of their own.
 
 Owns where it begins and ends: a template may open it in the prompt already, or close it there. It must not know
 what comes after it.
@@ -25,15 +25,15 @@ class ReasoningState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks of one family of models."""
+    """The markers of one family of models."""
 
     name: str
     begin: str
     end: str
 
     @property
-    def marks(self) -> tuple[str, str]:
-        """Both marks."""
+    def markers(self) -> tuple[str, str]:
+        """Both markers."""
         return self.begin, self.end
 
     def state_after(self, prompt_end: str, continued_text: str | None) -> ReasoningState:
@@ -69,8 +69,8 @@ class ReasoningParser:
     def _read(self, reader: TextReader) -> Reading[None]:
         if self.state is not ReasoningState.OVER:
             # A model may open what its template has opened already.
-            has_mark = yield from reader.attempt(_opening(reader, self._format.begin))
-            if has_mark or self.state is ReasoningState.OPEN:
+            has_marker = yield from reader.attempt(_opening(reader, self._format.begin))
+            if has_marker or self.state is ReasoningState.OPEN:
                 self.state = ReasoningState.OPEN
                 yield from reader.skip_space()
                 yield from self._read_reasoning(reader)
@@ -83,6 +83,6 @@ class ReasoningParser:
             yield from reader.skip_space()
 
 
-def _opening(reader: TextReader, mark: str) -> Reading[None]:
+def _opening(reader: TextReader, marker: str) -> Reading[None]:
     yield from reader.skip_space()
-    yield from reader.expect(mark)
+    yield from reader.expect(marker)

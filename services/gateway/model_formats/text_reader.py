@@ -39,7 +39,7 @@ class TextReader:
         self._position = 0  # how far it was looked at
         self._is_complete = False
         self._is_trying = False  # what was looked at may have to be looked at again
-        self._space_before_mark = ""
+        self._space_before_marker = ""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[CallDelta] = []
@@ -70,9 +70,9 @@ class TextReader:
         """Show text as reasoning."""
         self._reasoning.append(text)
 
-    def give_back(self, mark: str) -> None:
-        """Show a mark that ``text_until`` has passed and that began nothing as the text that it is."""
-        self._content.append(self._space_before_mark + mark)
+    def give_back(self, marker: str) -> None:
+        """Show a marker that ``text_until`` has passed and that began nothing as the text that it is."""
+        self._content.append(self._space_before_marker + marker)
 
     def begin_call(self, name: str) -> None:
         """Begin a call: what was looked at until here is its head and will not be shown."""
@@ -191,28 +191,30 @@ class TextReader:
 
     # Giving text.
 
-    def text_until(self, marks: Collection[str], give: Callable[[str], None]) -> Reading[str | None]:
-        """Give the text before the first of ``marks``, pass the mark and return it; None when all text is given.
+    def text_until(self, markers: Collection[str], give: Callable[[str], None]) -> Reading[str | None]:
+        """Give the text before the first of ``markers``, pass it and return it; None when all text is given.
 
-        White space next to a mark belongs to it and is not given.
+        White space next to a marker belongs to it and is not given.
         """
         while True:
-            found = [(index, mark) for mark in marks if (index := self._text.find(mark, self._position)) >= 0]
+            found = [
+                (index, marker) for marker in markers if (index := self._text.find(marker, self._position)) >= 0
+            ]
             if found:
-                index, mark = min(found)
+                index, marker = min(found)
                 before = self._text[self._position : index]
                 give(before.rstrip())
-                self._space_before_mark = before[len(before.rstrip()) :]
-                self._position = index + len(mark)
+                self._space_before_marker = before[len(before.rstrip()) :]
+                self._position = index + len(marker)
                 self._drop_looked_at()
-                return mark
+                return marker
             if self._is_complete:
                 rest = self._text[self._position :]
-                give(_without_mark(rest, marks) if self._num_calls else rest)
+                give(_without_marker(rest, markers) if self._num_calls else rest)
                 self._text, self._position = "", 0
                 return None
-            # A mark may be on its way, and white space before it is not given.
-            uncertain = max(_num_uncertain(self._text, mark) for mark in marks)
+            # A marker may be on its way, and white space before it is not given.
+            uncertain = max(_num_uncertain(self._text, marker) for marker in markers)
             end = max(len(self._text[: len(self._text) - uncertain].rstrip()), self._position)
             give(self._text[self._position : end])
             self._position = end
@@ -277,14 +279,14 @@ class TextReader:
         unless it is as much of the end as came before the answer was cut.
         """
         while True:
-            end_at, begin_at = (self._text.find(mark, self._position) for mark in (end, begin))
+            end_at, begin_at = (self._text.find(marker, self._position) for marker in (end, begin))
             if end_at >= 0 and (begin_at < 0 or end_at < begin_at):
                 self._position = end_at + len(end)
                 break
             if begin_at >= 0 or self._is_complete:
                 stop = begin_at if begin_at >= 0 else len(self._text)
                 rest = self._text[self._position : stop].strip()
-                self.give_content(rest if begin_at >= 0 else _without_mark(rest, (end,)))
+                self.give_content(rest if begin_at >= 0 else _without_marker(rest, (end,)))
                 self._position = stop
                 break
             yield
@@ -295,15 +297,15 @@ class TextReader:
         self._text, self._position = self._text[self._position :], 0
 
 
-def _num_uncertain(text: str, mark: str) -> int:
-    """Return how many characters at the end may be the beginning of ``mark``."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-length:]):
+def _num_uncertain(text: str, marker: str) -> int:
+    """Return how many characters at the end may be the beginning of ``marker``."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-length:]):
             return length
     return 0
 
 
-def _without_mark(rest: str, marks: Collection[str]) -> str:
-    """Return the end of a text after a call: nothing where it is only the beginning of a mark."""
+def _without_marker(rest: str, markers: Collection[str]) -> str:
+    """Return the end of a text after a call: nothing where it is only the beginning of a marker."""
     rest = rest.rstrip()
-    return "" if any(mark.startswith(rest.lstrip()) for mark in marks) else rest
+    return "" if any(marker.startswith(rest.lstrip()) for marker in markers) else rest

@@ -167,3 +167,24 @@ def test_log_probabilities_keep_bytes_nulls_and_alternatives() -> None:
     assert [one.text_offset for one in text_choice.logprobs] == [0, 1]
     assert [(top.token, top.logprob) for top in text_choice.logprobs[1].top_logprobs] == [("b", -0.5)]
     assert text_choice.finish_reason == "stop"
+
+
+def test_what_is_said_of_reasoning_is_as_over_http() -> None:
+    request = pb.ChatCompletionRequest(
+        messages=[pb.ChatMessage(role="assistant", content="b", reasoning_content="a")],
+        chat_template_kwargs='{"enable_thinking": false}',
+        reasoning_effort="none",
+        include_reasoning=False,
+        thinking_token_budget=7,
+    )
+
+    body = chat_body(request)
+
+    assert body["messages"] == [{"role": "assistant", "content": "b", "reasoning_content": "a"}]
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    names = ("reasoning_effort", "include_reasoning", "thinking_token_budget")
+    assert [body[name] for name in names] == ["none", False, 7]
+    request.chat_template_kwargs = "{"
+    with pytest.raises(InvalidRequest) as caught:
+        chat_body(request)
+    assert caught.value.param == "chat_template_kwargs"

@@ -21,7 +21,7 @@ from services.gateway.model_formats.model_format import (
 from services.gateway.model_formats.reasoning import MISTRAL_THINK, THINK_TAGS, ReasoningState
 
 NAMES = ("weather", "now", "f-1_x")
-ALL_MARKS = tuple(dict.fromkeys(mark for one in TOOL_FORMATS.values() for mark in one.marks))
+ALL_MARKERS = tuple(dict.fromkeys(marker for one in TOOL_FORMATS.values() for marker in one.markers))
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ def by_character(text: str) -> list[str]:
 # Values whose strings hold all that ends something elsewhere.
 STRINGS = st.one_of(
     st.text(alphabet='a"\\{}[]<>é🦜\n ', max_size=8),
-    st.sampled_from([*ALL_MARKS, "</think>", "}]", '"}', "\\", "```", "; "]),
+    st.sampled_from([*ALL_MARKERS, "</think>", "}]", '"}', "\\", "```", "; "]),
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | STRINGS,
@@ -127,7 +127,7 @@ def same_calls(found: Read, calls: Sequence[tuple[str, dict[str, Any]]]) -> bool
     return [(name, json.loads(text)) for name, text in found.calls] == list(calls)
 
 
-def test_a_mark_that_is_cut_off_after_a_call_is_no_text() -> None:
+def test_a_marker_that_is_cut_off_after_a_call_is_no_text() -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}'
 
     for mark in ("\n</tool_call>", "\n</tool_call>\n<tool_call"):
@@ -168,7 +168,7 @@ def test_pythonic_calls_are_read_out_of_any_pieces(
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 @settings(max_examples=60)
-@given(data=st.data(), pieces=st.lists(st.sampled_from([*ALL_MARKS, "weather", "(", ")"]) | PLAIN, max_size=6))
+@given(data=st.data(), pieces=st.lists(st.sampled_from([*ALL_MARKERS, "weather", "(", ")"]) | PLAIN, max_size=6))
 def test_whatever_a_model_writes_the_pieces_change_nothing_and_nothing_without_a_call_is_lost(
     tool_format: str, data: st.DataObject, pieces: list[str]
 ) -> None:
@@ -237,7 +237,7 @@ NOW = Read(calls=[("now", "{}")])
 @pytest.mark.parametrize(
     ("tool_format", "text", "expected"),
     [
-        # Keys in another order, keys beside, no arguments, and marks that models leave out.
+        # Keys in another order, keys beside, no arguments, and markers that models leave out.
         (
             "hermes",
             '<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>',
@@ -266,7 +266,7 @@ def test_what_models_write_otherwise_is_read_too(tool_format: str, text: str, ex
     assert read(tool_format, by_character(text)) == read(tool_format, [text]) == expected
 
 
-def test_a_mark_where_no_json_has_it_does_not_become_an_argument() -> None:
+def test_a_marker_where_no_json_has_it_does_not_become_an_argument() -> None:
     found = read("hermes", by_character('<tool_call>\n{"name": "now", "arguments": {"a": 1</tool_call> Done.'))
 
     assert found == Read("Done.", "", [("now", '{"a": 1')])
@@ -278,8 +278,8 @@ def test_a_mark_where_no_json_has_it_does_not_become_an_argument() -> None:
 def test_reasoning_is_told_apart_in_any_pieces(
     reasoning: str, data: st.DataObject | None, thought: str, answer: str, is_opened: bool
 ) -> None:
-    marks = REASONING_FORMATS[reasoning]
-    text = f"{'' if is_opened else marks.begin}\n{thought}\n{marks.end}\n\n{answer}"
+    markers = REASONING_FORMATS[reasoning]
+    text = f"{'' if is_opened else markers.begin}\n{thought}\n{markers.end}\n\n{answer}"
     state = ReasoningState.OPEN if is_opened else ReasoningState.POSSIBLE
 
     whole = read(None, [text], reasoning=reasoning, state=state)

@@ -107,7 +107,7 @@ def test_an_answer_may_have_calls_and_they_are_right(compiler: GrammarCompiler, 
 
 
 def accepts_text(compiler: GrammarCompiler, model_text: ModelText, grammar: Grammar, text: str) -> bool:
-    """Tell whether a text, whose marks are control tokens where the model has them, can be a whole answer."""
+    """Tell whether a text, whose markers are control tokens where the model has them, can be a whole answer."""
     matcher = compiler.compile(grammar)
     for token_id in [*model_text.tokenizer.encode(text, allow_special=True), model_text.eos_token_ids[0]]:
         matcher.accept(token_id)
@@ -151,12 +151,12 @@ def test_every_form_is_held_in_its_own_words(name: str) -> None:
         assert not accepts(use, written(form, [("weather", {"city": "Rome"})]))
         assert not accepts(use, written(form, [("elsewhere", {})]))
     for seed in range(3):
-        text, is_complete = drawn_with_marks(compiler.compile(grammar_of(one, model_format)), other_model, seed)
+        text, is_complete = drawn_with_markers(compiler.compile(grammar_of(one, model_format)), other_model, seed)
         found = read(form, [text], names=NAMES)
         assert not is_complete or (len(found.calls), found.content) == (1, "")
 
 
-def drawn_with_marks(matcher: CompiledGrammar, model_text: ModelText, seed: int) -> tuple[str, bool]:
+def drawn_with_markers(matcher: CompiledGrammar, model_text: ModelText, seed: int) -> tuple[str, bool]:
     token_ids, is_complete = draw_token_ids(matcher, model_text, seed)
     detokenizer = IncrementalDetokenizer(model_text.tokenizer, skip_special_tokens=False)
     return detokenizer.add(token_ids) + detokenizer.flush(), is_complete
@@ -264,10 +264,10 @@ def test_a_template_that_knows_tools_is_told_of_them_as_they_are(other_model: Mo
         assert text.count(short_call_id("call_1")) == 2
 
 
-def test_marks_in_what_a_client_gives_stay_text(other_model: ModelText) -> None:
-    marks = "".join(token.text for token in other_model.tokenizer.definition.added_tokens)
+def test_markers_in_what_a_client_gives_stay_text(other_model: ModelText) -> None:
+    markers = "".join(token.text for token in other_model.tokenizer.definition.added_tokens)
     bare = [{"role": "user", "content": "Rome?"}]
-    hostile = {"type": "function", "function": {"name": "f", "description": marks}}
+    hostile = {"type": "function", "function": {"name": "f", "description": markers}}
 
     def control_tokens(**fields: Any) -> list[int]:
         prompt = phrased(parse(messages=bare, **fields).prompt, ModelFormat.of(other_model))

@@ -36,6 +36,10 @@ class ChatCompletionRequest(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FUNCTION_FIELD_NUMBER: _builtins.int
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    REASONING_EFFORT_FIELD_NUMBER: _builtins.int
+    INCLUDE_REASONING_FIELD_NUMBER: _builtins.int
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name or one of its aliases."""
     logprobs: _builtins.bool
@@ -52,6 +56,14 @@ class ChatCompletionRequest(_message.Message):
     """The function that must be called; not together with tool_choice."""
     parallel_tool_calls: _builtins.bool
     """Whether there may be several calls in one answer."""
+    chat_template_kwargs: _builtins.str
+    """Variables that the model's chat template reads, a JSON object as JSON."""
+    reasoning_effort: _builtins.str
+    """How much the model reasons; "none" turns it off where the template can."""
+    include_reasoning: _builtins.bool
+    """Whether reasoning is part of the answer."""
+    thinking_token_budget: _builtins.int
+    """Tokens after which reasoning must end."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """What was said so far."""
@@ -78,19 +90,31 @@ class ChatCompletionRequest(_message.Message):
         tool_choice: _builtins.str | None = ...,
         tool_choice_function: _builtins.str | None = ...,
         parallel_tool_calls: _builtins.bool | None = ...,
+        chat_template_kwargs: _builtins.str | None = ...,
+        reasoning_effort: _builtins.str | None = ...,
+        include_reasoning: _builtins.bool | None = ...,
+        thinking_token_budget: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_logprobs", b"_logprobs", "_parallel_tool_calls", b"_parallel_tool_calls", "_tool_choice", b"_tool_choice", "_tool_choice_function", b"_tool_choice_function", "_top_logprobs", b"_top_logprobs", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "logprobs", b"logprobs", "options", b"options", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice", "tool_choice_function", b"tool_choice_function", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template_kwargs", b"_chat_template_kwargs", "_continue_final_message", b"_continue_final_message", "_include_reasoning", b"_include_reasoning", "_logprobs", b"_logprobs", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "_thinking_token_budget", b"_thinking_token_budget", "_tool_choice", b"_tool_choice", "_tool_choice_function", b"_tool_choice_function", "_top_logprobs", b"_top_logprobs", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "include_reasoning", b"include_reasoning", "logprobs", b"logprobs", "options", b"options", "parallel_tool_calls", b"parallel_tool_calls", "reasoning_effort", b"reasoning_effort", "thinking_token_budget", b"thinking_token_budget", "tool_choice", b"tool_choice", "tool_choice_function", b"tool_choice_function", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_logprobs", b"_logprobs", "_parallel_tool_calls", b"_parallel_tool_calls", "_tool_choice", b"_tool_choice", "_tool_choice_function", b"_tool_choice_function", "_top_logprobs", b"_top_logprobs", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "options", b"options", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice", "tool_choice_function", b"tool_choice_function", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template_kwargs", b"_chat_template_kwargs", "_continue_final_message", b"_continue_final_message", "_include_reasoning", b"_include_reasoning", "_logprobs", b"_logprobs", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "_thinking_token_budget", b"_thinking_token_budget", "_tool_choice", b"_tool_choice", "_tool_choice_function", b"_tool_choice_function", "_top_logprobs", b"_top_logprobs", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "include_reasoning", b"include_reasoning", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "options", b"options", "parallel_tool_calls", b"parallel_tool_calls", "reasoning_effort", b"reasoning_effort", "thinking_token_budget", b"thinking_token_budget", "tool_choice", b"tool_choice", "tool_choice_function", b"tool_choice_function", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__chat_template_kwargs: _TypeAlias = _typing.Literal["chat_template_kwargs"]  # noqa: Y015
+    _WhichOneofArgType__chat_template_kwargs: _TypeAlias = _typing.Literal["_chat_template_kwargs", b"_chat_template_kwargs"]  # noqa: Y015
     _WhichOneofReturnType__continue_final_message: _TypeAlias = _typing.Literal["continue_final_message"]  # noqa: Y015
     _WhichOneofArgType__continue_final_message: _TypeAlias = _typing.Literal["_continue_final_message", b"_continue_final_message"]  # noqa: Y015
+    _WhichOneofReturnType__include_reasoning: _TypeAlias = _typing.Literal["include_reasoning"]  # noqa: Y015
+    _WhichOneofArgType__include_reasoning: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
     _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_effort: _TypeAlias = _typing.Literal["reasoning_effort"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_effort: _TypeAlias = _typing.Literal["_reasoning_effort", b"_reasoning_effort"]  # noqa: Y015
+    _WhichOneofReturnType__thinking_token_budget: _TypeAlias = _typing.Literal["thinking_token_budget"]  # noqa: Y015
+    _WhichOneofArgType__thinking_token_budget: _TypeAlias = _typing.Literal["_thinking_token_budget", b"_thinking_token_budget"]  # noqa: Y015
     _WhichOneofReturnType__tool_choice: _TypeAlias = _typing.Literal["tool_choice"]  # noqa: Y015
     _WhichOneofArgType__tool_choice: _TypeAlias = _typing.Literal["_tool_choice", b"_tool_choice"]  # noqa: Y015
     _WhichOneofReturnType__tool_choice_function: _TypeAlias = _typing.Literal["tool_choice_function"]  # noqa: Y015
@@ -100,11 +124,19 @@ class ChatCompletionRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template_kwargs) -> _WhichOneofReturnType__chat_template_kwargs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__continue_final_message) -> _WhichOneofReturnType__continue_final_message | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__include_reasoning) -> _WhichOneofReturnType__include_reasoning | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_effort) -> _WhichOneofReturnType__reasoning_effort | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_token_budget) -> _WhichOneofReturnType__thinking_token_budget | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_choice) -> _WhichOneofReturnType__tool_choice | None: ...
     @_typing.overload
@@ -124,12 +156,15 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """One of "system", "developer", "user", "assistant" and "tool"."""
     content: _builtins.str
     """Its text; an assistant's message with calls need not have any."""
     tool_call_id: _builtins.str
     """Of a message with a tool's result: the call that it answers."""
+    reasoning_content: _builtins.str
+    """What the assistant thought."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """The calls of an assistant's message."""
@@ -141,17 +176,22 @@ class ChatMessage(_message.Message):
         content: _builtins.str | None = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str | None = ...,
+        reasoning_content: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "reasoning_content", b"reasoning_content", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
     _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_content: _TypeAlias = _typing.Literal["reasoning_content"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_content: _TypeAlias = _typing.Literal["_reasoning_content", b"_reasoning_content"]  # noqa: Y015
     _WhichOneofReturnType__tool_call_id: _TypeAlias = _typing.Literal["tool_call_id"]  # noqa: Y015
     _WhichOneofArgType__tool_call_id: _TypeAlias = _typing.Literal["_tool_call_id", b"_tool_call_id"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_content) -> _WhichOneofReturnType__reasoning_content | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_call_id) -> _WhichOneofReturnType__tool_call_id | None: ...
 
@@ -900,26 +940,35 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of all prompts."""
     completion_tokens: _builtins.int
     """Tokens of all choices."""
     cached_tokens: _builtins.int
     """Of the prompts' tokens, those from the prefix cache; unset when no engine could tell."""
+    reasoning_tokens: _builtins.int
+    """Of the choices' tokens, those of reasoning; unset for a model that does not reason."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int | None = ...,
+        reasoning_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_reasoning_tokens", b"_reasoning_tokens", "cached_tokens", b"cached_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_reasoning_tokens", b"_reasoning_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_tokens: _TypeAlias = _typing.Literal["reasoning_tokens"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_tokens: _TypeAlias = _typing.Literal["_reasoning_tokens", b"_reasoning_tokens"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_tokens) -> _WhichOneofReturnType__reasoning_tokens | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
