@@ -59,7 +59,8 @@ def test_a_template_is_known_by_trying_it(name: str, abilities: TemplateAbilitie
         "{{ tools | tojson }}{% for message in messages %}{{ message.tool_calls | tojson }}{% endfor %}",
         # Arguments as JSON within JSON.
         "{{ tools | tojson }}{% for message in messages %}{{ message.content }}"
-        "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson | tojson }}{% endfor %}{% endfor %}",
+        "{% for call in message.tool_calls or [] %}{{ call.function.name }}"
+        "{{ call.function.arguments | tojson | tojson }}{% endfor %}{% endfor %}",
         "{{ tools }}{{ raise_exception('no') }}",
     ],
 )
