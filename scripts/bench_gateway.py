@@ -132,7 +132,7 @@ def _measure_relay(gateway: Gateway, num_streams: int, options: argparse.Namespa
         "cpu_seconds": round(cpu_seconds, 2),
         "duration_seconds": round(duration_seconds, 3),
     }
-    print(measured, file=sys.stderr, flush=True)
+    print(json.dumps(measured), file=sys.stderr, flush=True)
     return measured
 
 

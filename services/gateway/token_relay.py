@@ -54,7 +54,7 @@ class JsonPieces(dict[int, bytes]):
 class TokenRelay:
     """Writes one choice's tokens."""
 
-    __slots__ = ("_account", "_is_settled", "_output", "_pieces", "_template", "_writer")
+    __slots__ = ("_account", "_events", "_is_settled", "_output", "_pieces", "_template", "_writer")
 
     def __init__(
         self,
@@ -69,9 +69,10 @@ class TokenRelay:
         self._output = output
         self._account = account
         self._pieces = pieces
+        self._events = b""
         self._is_settled = output.is_settled
 
-    def write(self, token_ids: Sequence[int], now: float) -> bool:
+    def take(self, token_ids: Sequence[int], now: float) -> bool:
         """Take the tokens of a step at ``now``; False, with nothing taken, where the connection is full."""
         if not self._writer.is_clear:
             return False
@@ -83,5 +84,11 @@ class TokenRelay:
             self._is_settled = self._output.is_settled
         self._account.deliver_more(len(token_ids), now)
         if piece:
-            self._writer.write_now(self._template.event_of_json(piece))
+            self._events += self._template.event_of_json(piece)
         return True
+
+    def flush(self) -> None:
+        """Write what was taken: an event for each step, all at once."""
+        if self._events:
+            self._writer.write_now(self._events)
+            self._events = b""

@@ -80,7 +80,12 @@ def by_relay(answer: AnswerFormat, output: OutputText, steps: Sequence[Sequence[
         assert isinstance(answer, MessageFormat)
         return first + by_the_long_way(answer, output, steps[1:])
     relay = TokenRelay(wire, template, output, account, pieces)
-    assert all(relay.write(step, 5.0) for step in steps[1:])
+    for step in steps[1:]:
+        assert relay.take(step, 5.0)
+        # Some steps are written together.
+        if len(step) == 1:
+            relay.flush()
+    relay.flush()
     assert account.num_completion_tokens == sum(map(len, steps[1:]))
     return first + wire.data
 
@@ -118,7 +123,8 @@ def test_a_full_connection_takes_no_token(model_text: ModelText) -> None:
     relay = TokenRelay(wire, template, output, account, JsonPieces(model_text.tokenizer))
     wire.is_clear = False
 
-    assert not relay.write([8], 5.0)
+    assert not relay.take([8], 5.0)
+    relay.flush()
 
     assert wire.data == b""
     assert (output.num_tokens, account.num_completion_tokens) == (1, 0)
@@ -138,13 +144,18 @@ class Bucket:
 
     def __init__(self, size: int) -> None:
         self.token_ids: list[int] = []
+        self.is_flushed = True
         self._size = size
 
-    def write(self, token_ids: Sequence[int], now: float) -> bool:
+    def take(self, token_ids: Sequence[int], now: float) -> bool:
         if len(self.token_ids) + len(token_ids) > self._size:
             return False
         self.token_ids += token_ids
+        self.is_flushed = False
         return True
+
+    def flush(self) -> None:
+        self.is_flushed = True
 
 
 async def test_what_a_relay_refuses_comes_to_the_reader_in_order(
@@ -159,6 +170,7 @@ async def test_what_a_relay_refuses_comes_to_the_reader_in_order(
     step = await reader.next_step()
 
     assert bucket.token_ids == [1, 2, 3, 4]
+    assert bucket.is_flushed
     assert step.token_ids == [5, 6, 7, 8, 9, 10]
     assert step.end is not None
     assert reader.request.num_received_tokens == 10
