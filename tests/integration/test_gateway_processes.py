@@ -104,6 +104,7 @@ async def test_a_killed_process_takes_only_its_own_requests(stand: Stand) -> Non
     await asyncio.gather(*hanging, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_one_process_drains_while_the_other_serves(stand: Stand) -> None:
     stand.engine.default_script = Script(token_ids=stand.encode("a b c d"), step_delay_seconds=0.2)
     running = [asyncio.create_task(post(stand)) for _ in range(8)]
@@ -117,6 +118,7 @@ async def test_one_process_drains_while_the_other_serves(stand: Stand) -> None:
     assert len(await asyncio.gather(*running)) == 8
 
 
+@pytest.mark.slow
 async def test_a_group_that_cannot_start_says_so_and_ends(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.cli", "gateway", "--port", "0", "--data-dir", str(tmp_path)),
