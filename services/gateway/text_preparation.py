@@ -212,7 +212,8 @@ class TextPreparation:
         if reasoning is None or not isinstance(prompt, ChatPrompt):
             return ReasoningState.OVER
         ending = b"".join(map(self.model_text.tokenizer.token_bytes, token_ids[-_ENDING_TOKENS:]))
-        continued = prompt.messages[-1].content if prompt.continue_final_message else None
+        # A message that is continued and empty is an answer from its beginning.
+        continued = (prompt.messages[-1].content or None) if prompt.continue_final_message else None
         return reasoning.state_after(ending.decode(errors="replace"), continued)
 
     def _grammar(self, options: GenerationOptions, state: ReasoningState) -> Grammar | None:
