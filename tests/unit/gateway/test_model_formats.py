@@ -127,6 +127,16 @@ def same_calls(found: Read, calls: Sequence[tuple[str, dict[str, Any]]]) -> bool
     return [(name, json.loads(text)) for name, text in found.calls] == list(calls)
 
 
+def test_a_marker_that_is_cut_off_after_a_call_is_no_text() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}'
+
+    for mark in ("\n</tool_call>", "\n</tool_call>\n<tool_call"):
+        for length in range(len(mark) + 1):
+            assert read("hermes", by_character(call + mark[:length])) == Read("", "", [("now", "{}")]), mark[
+                :length
+            ]
+
+
 @pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS if name != "pythonic"])
 @settings(max_examples=40)
 @given(data=st.data(), calls=CALLS, ensure_ascii=st.booleans())
