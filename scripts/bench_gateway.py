@@ -209,6 +209,7 @@ def _measure_memory(engine_address: str, options: argparse.Namespace) -> dict[st
                 load.run_until(time.perf_counter() + _ANSWER_SECONDS, lambda: len(load.active) < _MEMORY_STREAMS)
             load.take_counts()
             samples.append({"num_requests": num_ended, "resident_bytes": gateway.resident_bytes})
+            print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
         duration_seconds, cpu_seconds = time.perf_counter() - started_at, gateway.cpu_seconds
     growth = samples[-1]["resident_bytes"] - samples[0]["resident_bytes"]
     return {
