@@ -15,7 +15,7 @@ import pytest
 
 from libs.protogen.telemetry.v1 import telemetry_pb2
 from tests.fakes.fake_generation_engine import Script
-from tests.integration.gateway_process import MODEL_NAME, Stand, open_stand
+from tests.integration.gateway_process import MODEL_NAME, Stand, open_stand, write_keys
 
 NUM_REQUESTS = 50
 BODY = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -116,6 +116,33 @@ async def test_one_process_drains_while_the_other_serves(stand: Stand) -> None:
 
     assert len(later) == 20
     assert len(await asyncio.gather(*running)) == 8
+
+
+@pytest.mark.slow
+async def test_a_new_key_is_known_to_all_and_a_revoked_one_to_none(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.json", {"old": "acme"})
+    flags = ("--gateway-processes", "2", "--api-keys-file", str(keys), "--api-keys-poll-seconds", "0.05")
+
+    async with open_stand(tmp_path / "data", *flags) as stand:
+        await until_started(stand, 2)
+        write_keys(keys, {"new": "acme"})
+        async with asyncio.timeout(30):
+            while await statuses_of(stand, "new") != {200}:
+                await asyncio.sleep(0.05)
+
+        assert await statuses_of(stand, "old") == {401}
+
+
+async def statuses_of(stand: Stand, key: str) -> set[int]:
+    """Ask with a key over enough connections that all processes are among those who answer."""
+    statuses = set()
+    for _ in range(16):
+        async with (
+            aiohttp.ClientSession(stand.gateway.base_url, headers={"Authorization": f"Bearer {key}"}) as http,
+            http.get("/v1/models") as response,
+        ):
+            statuses.add(response.status)
+    return statuses
 
 
 @pytest.mark.slow
