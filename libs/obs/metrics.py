@@ -21,7 +21,7 @@ from prometheus_client import (
     start_http_server,
     values,
 )
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -175,26 +175,26 @@ class GatewayMetrics:
         return render(self._read_registry)
 
 
-class ScrapedEngineMetrics:
-    """What engines say of themselves when a gateway is scraped; made anew for each scrape, so never stale."""
+class ScrapedEngineMetrics(Collector):
+    """What engines say of themselves when a gateway is scraped; made anew for each scrape, so never stale.
+
+    They are no metrics of this process, so they are not among the values that processes share.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.running_requests = Gauge(
-            "octavo_engine_running_requests", "Sequences running.", ["engine_id"], registry=registry
-        )
-        self.waiting_requests = Gauge(
-            "octavo_engine_waiting_requests", "Requests waiting.", ["engine_id"], registry=registry
-        )
-        self.kv_blocks_used = Gauge(
+        self.running_requests = _engine_gauge("octavo_engine_running_requests", "Sequences running.")
+        self.waiting_requests = _engine_gauge("octavo_engine_waiting_requests", "Requests waiting.")
+        self.kv_blocks_used = _engine_gauge(
             "octavo_engine_kv_blocks_used",
             "KV blocks that requests hold; blocks that can be evicted are not counted.",
-            ["engine_id"],
-            registry=registry,
         )
-        self.kv_blocks_total = Gauge(
-            "octavo_engine_kv_blocks_total", "KV blocks in total.", ["engine_id"], registry=registry
-        )
+        self.kv_blocks_total = _engine_gauge("octavo_engine_kv_blocks_total", "KV blocks in total.")
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the figures of all engines."""
+        return (self.running_requests, self.waiting_requests, self.kv_blocks_used, self.kv_blocks_total)
 
     def observe(
         self,
@@ -206,10 +206,14 @@ class ScrapedEngineMetrics:
         num_blocks: int,
     ) -> None:
         """Take one engine's figures."""
-        self.running_requests.labels(engine_id).set(num_running_requests)
-        self.waiting_requests.labels(engine_id).set(num_waiting_requests)
-        self.kv_blocks_used.labels(engine_id).set(num_blocks_used)
-        self.kv_blocks_total.labels(engine_id).set(num_blocks)
+        self.running_requests.add_metric([engine_id], num_running_requests)
+        self.waiting_requests.add_metric([engine_id], num_waiting_requests)
+        self.kv_blocks_used.add_metric([engine_id], num_blocks_used)
+        self.kv_blocks_total.add_metric([engine_id], num_blocks)
+
+
+def _engine_gauge(name: str, documentation: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, documentation, labels=["engine_id"])
 
 
 class RouterMetrics:

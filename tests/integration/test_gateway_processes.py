@@ -77,6 +77,8 @@ async def test_any_process_shows_what_all_have_counted(stand: Stand) -> None:
     assert await counts(stand, "octavo_gateway_requests_ended_total") == NUM_REQUESTS
     assert await counts(stand, "octavo_gateway_ttft_seconds_count") == NUM_REQUESTS
     assert await counts(stand, "octavo_gateway_requests_in_flight") == 0
+    # An engine is not counted once for each process.
+    assert await counts(stand, "octavo_engine_kv_blocks_total") == 100
     await stand.telemetry.wait_until_count(lambda: len(stand.telemetry.records) == NUM_REQUESTS)
     assert {record.gateway_id for record in stand.telemetry.records} == {"gateway-0-0", "gateway-0-1"}
 
