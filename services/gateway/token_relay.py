@@ -1,8 +1,9 @@
 """Tokens straight into an open stream, from within the engine step that brought them.
 
-Owns the shortest way of a token: its text as JSON, between the two halves of a chunk, into the connection. Nothing
-waits for it and no task is woken. It serves choices of whose tokens nothing but their text is wanted, while the
-stream's own task has nothing to do and the connection takes bytes; everything else is left to that task.
+Owns the shortest way of a token: its text as JSON, between the two halves of a chunk, into the connection, or into
+an answer that is sent whole. Nothing waits for it and no task is woken. It serves choices of whose tokens nothing
+but their text is wanted, while the answer's own task has nothing to do and the connection takes bytes; everything
+else is left to that task.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from libs.text import Tokenizer
 from services.gateway.accounting import RequestAccount
+from services.gateway.answer_format import ChoiceDelta, WholeChoice
 from services.gateway.event_template import ChunkTemplate, json_text
 from services.gateway.output_text import OutputText
 
@@ -49,6 +51,26 @@ class JsonPieces(dict[int, bytes]):
             return json_text(self._tokenizer.token_bytes(token_id).decode())
         except UnicodeDecodeError:
             return b""
+
+
+class WholeRelay:
+    """Puts one choice's tokens into a whole answer, so that its task is woken only for the end."""
+
+    __slots__ = ("_account", "_choice", "_output")
+
+    def __init__(self, choice: WholeChoice, output: OutputText, account: RequestAccount) -> None:
+        self._choice = choice
+        self._output = output
+        self._account = account
+
+    def take(self, token_ids: Sequence[int], now: float) -> bool:
+        """Take the tokens of a step at ``now``."""
+        self._choice.add(ChoiceDelta(0, self._output.take(token_ids, None)))
+        self._account.deliver_more(len(token_ids), now)
+        return True
+
+    def flush(self) -> None:
+        """Do nothing: nobody reads before the end."""
 
 
 class TokenRelay:

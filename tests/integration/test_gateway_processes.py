@@ -15,7 +15,7 @@ import pytest
 
 from libs.protogen.telemetry.v1 import telemetry_pb2
 from tests.fakes.fake_generation_engine import Script
-from tests.integration.gateway_process import MODEL_NAME, Stand, open_stand
+from tests.integration.gateway_process import MODEL_NAME, Stand, open_stand, write_keys
 
 NUM_REQUESTS = 50
 BODY = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -24,7 +24,7 @@ BODY = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "t
 @pytest.fixture
 async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
     async with open_stand(tmp_path, "--gateway-processes", "2", "--audit-flush-seconds", "0.02") as stand:
-        await until_two_answer(stand)
+        await until_started(stand, 2)
         yield stand
 
 
@@ -56,10 +56,15 @@ def children(stand: Stand) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def until_two_answer(stand: Stand) -> None:
+async def until_started(stand: Stand, num_starts: int) -> None:
+    """Wait until processes have begun to listen so often, and whichever answers has an engine."""
     async with asyncio.timeout(30):
-        while len(starts(stand)) < 2:
+        while starts(stand).total() < num_starts:
             await asyncio.sleep(0.02)
+        num_ready = 0
+        while num_ready < 12:
+            async with aiohttp.ClientSession(stand.gateway.base_url) as http, http.get("/readyz") as response:
+                num_ready = num_ready + 1 if response.status == 200 else 0
 
 
 async def test_any_process_shows_what_all_have_counted(stand: Stand) -> None:
@@ -84,9 +89,7 @@ async def test_a_killed_process_takes_only_its_own_requests(stand: Stand) -> Non
     started_before = await counts(stand, "octavo_gateway_requests_started_total")
 
     os.kill(children(stand)[0], signal.SIGKILL)
-    async with asyncio.timeout(30):
-        while starts(stand).total() < 3:
-            await asyncio.sleep(0.02)
+    await until_started(stand, 3)
     await asyncio.gather(*(post(stand) for _ in range(10)))
 
     assert await counts(stand, "octavo_gateway_requests_started_total") == started_before + 10
@@ -101,6 +104,7 @@ async def test_a_killed_process_takes_only_its_own_requests(stand: Stand) -> Non
     await asyncio.gather(*hanging, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_one_process_drains_while_the_other_serves(stand: Stand) -> None:
     stand.engine.default_script = Script(token_ids=stand.encode("a b c d"), step_delay_seconds=0.2)
     running = [asyncio.create_task(post(stand)) for _ in range(8)]
@@ -114,6 +118,34 @@ async def test_one_process_drains_while_the_other_serves(stand: Stand) -> None:
     assert len(await asyncio.gather(*running)) == 8
 
 
+@pytest.mark.slow
+async def test_a_new_key_is_known_to_all_and_a_revoked_one_to_none(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.json", {"old": "acme"})
+    flags = ("--gateway-processes", "2", "--api-keys-file", str(keys), "--api-keys-poll-seconds", "0.05")
+
+    async with open_stand(tmp_path / "data", *flags) as stand:
+        await until_started(stand, 2)
+        write_keys(keys, {"new": "acme"})
+        async with asyncio.timeout(30):
+            while await statuses_of(stand, "new") != {200}:
+                await asyncio.sleep(0.05)
+
+        assert await statuses_of(stand, "old") == {401}
+
+
+async def statuses_of(stand: Stand, key: str) -> set[int]:
+    """Ask with a key over enough connections that all processes are among those who answer."""
+    statuses = set()
+    for _ in range(16):
+        async with (
+            aiohttp.ClientSession(stand.gateway.base_url, headers={"Authorization": f"Bearer {key}"}) as http,
+            http.get("/v1/models") as response,
+        ):
+            statuses.add(response.status)
+    return statuses
+
+
+@pytest.mark.slow
 async def test_a_group_that_cannot_start_says_so_and_ends(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.cli", "gateway", "--port", "0", "--data-dir", str(tmp_path)),

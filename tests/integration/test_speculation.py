@@ -207,3 +207,18 @@ async def test_fifty_repetitive_prompts_with_and_without_the_prefix_cache(
 
         for name in requests:
             assert came[name] == expected[name], (name, has_cache)
+
+
+@pytest.mark.slow
+async def test_answers_of_two_ranks_with_speculation_are_those_without(running_octavo: StartOctavo) -> None:
+    flags = ("--tensor-parallel-size", "2", "--set", "engine.max_model_len=512")
+    requests = {**requests_of_skv_10(), **requests_of_skv_11(16, 8, 4, 32), **longest_prompts(512)}
+    with running_octavo(*flags) as octavo:
+        expected = await answers_of(octavo, requests)
+
+    with running_octavo(*flags, *SPECULATION, "--set", "engine.num_draft_tokens=8") as octavo:
+        came = await answers_of(octavo, requests)
+
+    # Both have two ranks, so that sums have one order: there are no near-ties to allow for.
+    for name in requests:
+        assert came[name] == expected[name], name

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from libs.obs.metrics import GatewayMetrics
 from libs.text import ModelText
 from services.gateway.accounting import Ledger, RequestAccount, RequestIdentity
-from services.gateway.answer_format import AnswerFormat, AnswerHead, ChoiceDelta
+from services.gateway.answer_format import AnswerFormat, AnswerHead, ChoiceDelta, WholeChoice
 from services.gateway.anthropic_answers import MessageFormat
 from services.gateway.audit import NoAudit
 from services.gateway.engine_streams import EngineStreams
@@ -22,7 +22,7 @@ from services.gateway.openai_answers import ChatFormat
 from services.gateway.openai_text_answers import TextFormat
 from services.gateway.output_text import OutputText
 from services.gateway.text_preparation import PreparedPrompt
-from services.gateway.token_relay import JsonPieces, TokenRelay
+from services.gateway.token_relay import JsonPieces, TokenRelay, WholeRelay
 from tests.fakes.fake_generation_engine import Script
 from tests.unit.gateway.conftest import StartEngine, submission
 from tests.unit.gateway.test_engine_streams import Reader
@@ -90,8 +90,8 @@ def by_relay(answer: AnswerFormat, output: OutputText, steps: Sequence[Sequence[
     return first + wire.data
 
 
-@given(data=st.data())
-def test_a_relay_writes_what_the_long_way_writes(model_text: ModelText, data: st.DataObject) -> None:
+def draw_steps(model_text: ModelText, data: st.DataObject) -> list[list[int]]:
+    """Tokens of difficult text, of bytes and of anything, cut into steps; the first one is a whole word."""
     text = data.draw(st.text(alphabet='a\\"\n\x00 é😀🦜e\u0301<|', max_size=12))
     mixed = model_text.tokenizer.encode(text, allow_special=False)
     others = st.integers(0, 300) | st.integers(0, VOCAB_SIZE + 3)
@@ -101,6 +101,12 @@ def test_a_relay_writes_what_the_long_way_writes(model_text: ModelText, data: st
     for size in sizes:
         steps += [rest[:size]] if rest else []
         rest = rest[size:]
+    return steps
+
+
+@given(data=st.data())
+def test_a_relay_writes_what_the_long_way_writes(model_text: ModelText, data: st.DataObject) -> None:
+    steps = draw_steps(model_text, data)
     options = options_of(skip_special_tokens=data.draw(st.booleans()))
 
     for long, short in zip(formats(options, model_text), formats(options, model_text), strict=True):
@@ -111,6 +117,22 @@ def test_a_relay_writes_what_the_long_way_writes(model_text: ModelText, data: st
         assert outputs[0].num_tokens == outputs[1].num_tokens
         # What is not yet a character is still there.
         assert outputs[0].take([], None) == outputs[1].take([], None)
+
+
+@given(data=st.data())
+def test_a_whole_answer_has_what_the_long_way_gives(model_text: ModelText, data: st.DataObject) -> None:
+    steps, options = draw_steps(model_text, data), options_of()
+    outputs = [OutputText(model_text.tokenizer, options) for _ in range(2)]
+    long, short, account = WholeChoice(), WholeChoice(), new_account()
+    relay = WholeRelay(short, outputs[1], account)
+
+    for step in steps:
+        long.add(ChoiceDelta(0, outputs[0].take(step, None)))
+        assert relay.take(step, 5.0)
+        relay.flush()
+
+    assert short == long
+    assert account.num_completion_tokens == outputs[1].num_tokens == outputs[0].num_tokens
 
 
 def test_a_full_connection_takes_no_token(model_text: ModelText) -> None:
