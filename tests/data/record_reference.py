@@ -28,7 +28,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
     rows = []
     for messages in conversations():
-        chat = [ChatMessage(**message) for message in messages]
+        chat = [ChatMessage(message["role"], message["content"]) for message in messages]
         prompt = text.chat_template.render_token_ids(chat, text.tokenizer, add_generation_prompt=True)
         rows.append({"prompt_token_ids": prompt} | greedy(model, prompt, set(text.eos_token_ids)))
     REFERENCE_FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
