@@ -132,7 +132,7 @@ def _measure_relay(gateway: Gateway, num_streams: int, options: argparse.Namespa
         "cpu_seconds": round(cpu_seconds, 2),
         "duration_seconds": round(duration_seconds, 3),
     }
-    print(measured, file=sys.stderr, flush=True)
+    print(json.dumps(measured), file=sys.stderr, flush=True)
     return measured
 
 
@@ -156,12 +156,14 @@ def _measure_ttft(gateway: Gateway, options: argparse.Namespace) -> dict[str, An
 
 def _measure_bad_input(gateway: Gateway, options: argparse.Namespace) -> dict[str, Any]:
     """Measure how fast each bad request is answered, and the gaps of good streams meanwhile."""
+    # Made beforehand: what keeps this process busy would look like a gap.
+    requests = list(bad_requests(_MODEL))
     with open_load("127.0.0.1", gateway.port) as load:
         _begin_streams(load, _NUM_NEIGHBOURS)
         load.take_counts()
         load.run_until(time.perf_counter() + options.seconds)
         undisturbed = _gaps(load.take_counts())
-        answers = {bad.name: _send_bad(load, bad) for bad in bad_requests(_MODEL)}
+        answers = {bad.name: _send_bad(load, bad) for bad in requests}
         return {"neighbours": _NUM_NEIGHBOURS, "undisturbed": undisturbed, "answers": answers}
 
 
@@ -209,6 +211,7 @@ def _measure_memory(engine_address: str, options: argparse.Namespace) -> dict[st
                 load.run_until(time.perf_counter() + _ANSWER_SECONDS, lambda: len(load.active) < _MEMORY_STREAMS)
             load.take_counts()
             samples.append({"num_requests": num_ended, "resident_bytes": gateway.resident_bytes})
+            print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
         duration_seconds, cpu_seconds = time.perf_counter() - started_at, gateway.cpu_seconds
     growth = samples[-1]["resident_bytes"] - samples[0]["resident_bytes"]
     return {

@@ -1,7 +1,7 @@
 """Time steps of a model in one rank and in two, on the same cores; one JSON object is the last line.
 
 Each rank is a process that loads its shard and computes the same steps through shared memory, as workers do. Ranks
-on one machine share its memory bandwidth, so this shows what meeting costs, not what more machines would give.
+on the same cores share what these can do, so this shows what dividing a model and meeting cost.
 Times are rank 0's: the best and the median of some repeats, and the share of them spent waiting for the other.
 """
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 _RECEIVE_BYTES = 262_144
 _END = b"\r\n0\r\n\r\n"
 _OK = 200
+_NOTHING = memoryview(b"")
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Stream:
     ended_at: float | None = None
     head: bytes = b""
     tail: bytes = b""
-    outgoing: bytes = b""
+    outgoing: memoryview = _NOTHING
 
     @property
     def status(self) -> int:
@@ -72,7 +73,7 @@ class Load:
         stream.first_at = stream.ended_at = None
         stream.head = stream.tail = b""
         stream.sent_at = stream.last_at = time.perf_counter()
-        stream.outgoing = request
+        stream.outgoing = memoryview(request)
         self._send(stream)
         self.active.add(stream)
         return stream
@@ -112,7 +113,7 @@ class Load:
         except BlockingIOError:
             pass
         except ConnectionError:
-            stream.outgoing = b""
+            stream.outgoing = _NOTHING
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.outgoing else 0)
         if self._selector.get_key(stream.connection).events != events:
             self._selector.modify(stream.connection, events, stream)

@@ -36,6 +36,19 @@ class ContextLengthExceeded(ClientError):
         cls, *, num_prompt_tokens: int, max_output_tokens: int, max_model_len: int, param: str = "messages"
     ) -> ContextLengthExceeded:
         """Build the error from its numbers, all in tokens; ``param`` is the field that holds the prompt."""
+        return cls._of(str(num_prompt_tokens), max_output_tokens, max_model_len, param)
+
+    @classmethod
+    def of_at_least(
+        cls, *, num_prompt_tokens: int, max_output_tokens: int, max_model_len: int, param: str
+    ) -> ContextLengthExceeded:
+        """Build the error of a prompt that has so many tokens or more, and was not worth tokenizing."""
+        return cls._of(f"at least {num_prompt_tokens}", max_output_tokens, max_model_len, param)
+
+    @classmethod
+    def _of(
+        cls, num_prompt_tokens: str, max_output_tokens: int, max_model_len: int, param: str
+    ) -> ContextLengthExceeded:
         return cls(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
             f"{num_prompt_tokens} tokens and needs room for at least {max_output_tokens} more. "

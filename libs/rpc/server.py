@@ -19,8 +19,6 @@ _SERVER_OPTIONS = (
     # Peers ping every 20 s, also when idle; the default would answer that with GOAWAY.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Two processes must never share a port by accident.
-    ("grpc.so_reuseport", 0),
 )
 
 
@@ -40,10 +38,14 @@ class RpcServer:
         self,
         address: str,
         registrations: Sequence[Registration],
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        *,
+        shares_port: bool,
     ) -> None:
         self.address = address
-        self._server = grpc.aio.server(interceptors=list(interceptors), options=_SERVER_OPTIONS)
+        # Two processes must never share a port by accident.
+        options = (*_SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port)))
+        self._server = grpc.aio.server(interceptors=list(interceptors), options=options)
         self._service_names = [registration.service_name for registration in registrations]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -82,6 +84,11 @@ def make_server(
     address: str,
     registrations: Sequence[Registration],
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    *,
+    shares_port: bool = False,
 ) -> RpcServer:
-    """Make a server for ``host:port`` (port 0 takes a free one) or ``unix:/path``; interceptors see all calls."""
-    return RpcServer(address, registrations, interceptors)
+    """Make a server for ``host:port`` (port 0 takes a free one) or ``unix:/path``; interceptors see all calls.
+
+    Servers that all share a port get their share of its connections.
+    """
+    return RpcServer(address, registrations, interceptors, shares_port=shares_port)

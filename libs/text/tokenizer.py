@@ -17,7 +17,7 @@ from tokenizers import models
 
 from libs.errors import InvalidRequest, ModelLoadFailed
 from libs.text.control_text import ControlText, ControlTokenAt
-from libs.text.decoding import Decoding, parse_decoder
+from libs.text.decoding import Alphabet, Decoding, parse_decoder
 from libs.text.folder_tokenizer import ModelFolder, folder_tokenizer_definition
 from libs.text.gguf_header import GgufHeader
 from libs.text.gguf_tokenizer import gguf_tokenizer_definition, merges_by_score
@@ -58,6 +58,7 @@ class Tokenizer:
         self._control_token_ids = frozenset(
             token.token_id for token in control_tokens if token.text != definition.unknown_text
         )
+        self._max_bytes_in_token = _max_bytes_in_token(definition, self._decoding)
         # Filled as tokens are seen: most of a vocabulary never is. Threads may both fill a place, with equal bytes.
         self._bytes_of_token: list[bytes | None] = [None] * len(definition.token_texts)
 
@@ -130,6 +131,15 @@ class Tokenizer:
             return _encode(self._special, text)
         return self._encode_plain(text, _Position.START)
 
+    def min_num_tokens(self, text: str) -> int:
+        """Return how many tokens ``text`` has at least, without tokenizing it; 0 where nothing can be said.
+
+        No token stands for more bytes than the longest one, as long as nothing is taken out of the text before.
+        """
+        if self._max_bytes_in_token is None:
+            return 0
+        return -(-len(text.encode(errors="replace")) // self._max_bytes_in_token)
+
     def encode_protected(self, rendered: str) -> list[int]:
         """Return the ids of text that was rendered from values which ``control_text`` protects."""
         _require_well_formed(rendered)
@@ -174,6 +184,20 @@ class Tokenizer:
         if self._control_token_ids.isdisjoint(token_ids):
             return token_ids
         raise InvalidRequest("The text holds a control token of the model that has no plain spelling; remove it.")
+
+
+def _max_bytes_in_token(definition: TokenizerDefinition, decoding: Decoding) -> int | None:
+    """Return the most bytes of text that one token can stand for; None where text may vanish before."""
+    can_lose_text = (
+        definition.pipeline.normalizer is not None
+        or decoding.alphabet is not Alphabet.BYTE_LEVEL
+        or any(token.strips_left or token.strips_right for token in definition.added_tokens)
+    )
+    if can_lose_text:
+        return None
+    # In the byte-level alphabet a character is one byte; the text of added tokens is as it is.
+    added = (len(token.text.encode(errors="replace")) for token in definition.added_tokens)
+    return max(*map(len, definition.token_texts), *added)
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:

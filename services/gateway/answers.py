@@ -15,18 +15,19 @@ from typing import Final, TypeAlias
 from services.gateway.accounting import RequestAccount
 from services.gateway.answer_format import AnswerFormat, ChoiceDelta, UsageCounts, WholeChoice
 from services.gateway.client_call import Answered, AnswerWriter
+from services.gateway.engine_streams import Relay
 from services.gateway.failover import Generation, deadline_exceeded
 from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
 from services.gateway.latency_receipt import Segment
 from services.gateway.output_text import ChoiceOutput, OutputText
 from services.gateway.request_times import NO_ANSWER_TIMES, AnswerTimes
-from services.gateway.token_relay import JsonPieces, TokenRelay
+from services.gateway.token_relay import JsonPieces, TokenRelay, WholeRelay
 
 # So many tokens' log-probabilities take about a millisecond to write.
 _MANY_LOGPROBS: Final = 128
 
 # Makes what writes the tokens of one choice, by its index in the answer; None where its chunks say more than text.
-NewRelay: TypeAlias = Callable[[int, OutputText, RequestAccount], TokenRelay | None]
+NewRelay: TypeAlias = Callable[[int, OutputText, RequestAccount], Relay | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class PromptAnswer:
     def begin_relay(self, new_relay: NewRelay) -> None:
         """Let tokens of choices of which only the text is wanted pass by, until ``end_relay``."""
         for index, output in enumerate(self._outputs):
-            if index not in self._reasons and isinstance(output, OutputText) and output.is_plain:
+            is_running = index in self._begun and index not in self._reasons
+            if is_running and isinstance(output, OutputText) and output.is_plain:
                 relay = new_relay(self._first_index + index, output, self._account)
                 self.generation.relay_choice(index, relay)
 
@@ -252,9 +254,15 @@ def _sum_of_known(counts: Sequence[int | None]) -> int | None:
 async def send_whole(source: AnswerSource, writer: AnswerWriter[Answered], answer_format: AnswerFormat) -> Answered:
     """Collect the answer and return it as one body."""
     choices = [WholeChoice() for _ in range(source.num_choices)]
+
+    def new_relay(choice_index: int, output: OutputText, account: RequestAccount) -> Relay:
+        return WholeRelay(choices[choice_index], output, account)
+
     async with source.started():
         while not source.is_over:
-            for delta in await source.next_deltas() or ():
+            with source.relayed(new_relay):
+                deltas = await source.next_deltas()
+            for delta in deltas or ():
                 choices[delta.choice_index].add(delta)
     source.times.lap(Segment.FORMAT)
     counts = await source.usage()

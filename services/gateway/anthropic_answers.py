@@ -13,6 +13,7 @@ from services.gateway.client_call import Framing
 from services.gateway.event_template import ChunkTemplate
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import ErrorShape, error_body, known_error
+from services.gateway.model_formats.parsed import split_calls
 from services.gateway.partial_json import complete_object
 from services.gateway.sse import named_event
 from services.gateway.text_preparation import PreparedPrompt
@@ -73,6 +74,9 @@ class MessageFormat:
         """Return the beginning of the message with the first delta, what came of its blocks, and their end."""
         content = delta.content
         data = b"" if self._is_begun else self._begin()
+        continued, new_calls = split_calls(content.calls)
+        for call in continued:
+            data += self._block_delta({"type": "input_json_delta", "partial_json": call.arguments})
         if content.reasoning:
             data += self._open({"type": "thinking", "thinking": "", "signature": ""})
             data += self._block_delta({"type": "thinking_delta", "thinking": content.reasoning})
@@ -81,7 +85,7 @@ class MessageFormat:
             if self._text_template is None:
                 self._text_template = ChunkTemplate(self._text_delta, name="content_block_delta")
             data += self._text_template.event_of(content.text)
-        for call in content.calls:
+        for call in new_calls:
             if call.name is not None:
                 call_id = new_call_id(self._head, delta.choice_index, call.call_index, prefix="toolu_")
                 data += self._open({"type": "tool_use", "id": call_id, "name": call.name, "input": {}}, is_new=True)

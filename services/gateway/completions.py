@@ -156,6 +156,7 @@ class Completions:
             request.options,
             cache_salt=exchange.caller.tenant.cache_salt,
             max_model_len=max_model_len,
+            prompt_field=endpoint.prompt_field,
             marks=times,
         )
         for account, prompt in zip(exchange.accounts, text.prompts, strict=True):

@@ -29,6 +29,7 @@ _POSITIVE = (
     "audit_flush_seconds",
     "audit_spool_max_bytes",
 )
+_MAX_PROCESSES = 64
 _NOT_NEGATIVE = ("port", "grpc_port", "max_placement_retries", "drain_timeout_seconds", "audit_shutdown_seconds")
 
 
@@ -40,6 +41,12 @@ class GatewayConfig:
     port: int = setting(8000, "TCP port to listen on; 0 takes a free one.")
     grpc_host: str = setting("127.0.0.1", "Address to listen on for gRPC.")
     grpc_port: int = setting(0, "TCP port to listen on for gRPC; 0 takes a free one.")
+    gateway_processes: int = setting(
+        1, "Processes that share the port, each with a spool of its own; more than one on machines with many cores."
+    )
+    group_folder: str | None = setting(
+        None, "Folder in which processes that share a port add up their metrics; set by gateway_processes alone."
+    )
     gateway_id: str = setting("gateway-0", "Name of this gateway; names its folder in data_dir and its audit rows.")
     data_dir: str = setting(".octavo", "Folder for the spool of accepted requests and the cache salt's secret.")
     log_level: str = setting("info", "Least level of log events shown: debug, info, warning or error.")
@@ -150,6 +157,8 @@ class GatewayConfig:
         for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
             if getattr(self, name) not in (AUTO, NONE, *known):
                 raise ValueError(f"{name} must be {AUTO}, {NONE} or one of {', '.join(known)}.")
+        if not 1 <= self.gateway_processes <= _MAX_PROCESSES:
+            raise ValueError(f"gateway_processes must be between 1 and {_MAX_PROCESSES}.")
         if not 0 <= self.trace_sample_fraction <= 1:
             raise ValueError("trace_sample_fraction must be in [0, 1].")
         for name in ("port", "grpc_port"):
@@ -166,6 +175,11 @@ class GatewayConfig:
         if not self.asks_for_keys and not self.allow_unauthenticated:
             for host in (self.host, self.grpc_host):
                 _check_is_loopback(host)
+
+    @property
+    def is_of_group(self) -> bool:
+        """Whether this process is one of several on one port."""
+        return self.group_folder is not None
 
     @property
     def asks_for_keys(self) -> bool:

@@ -10,8 +10,9 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from libs.errors import EngineLost, InternalError, OctavoError, Overloaded, UnavailableError
 from libs.obs import get_logger
@@ -33,12 +34,21 @@ from services.gateway.latency_receipt import nanos
 
 log = get_logger("engine_streams")
 
+# Steps that were read and not yet dispatched; more wait in the connection, and then in the engine.
+_MAX_WAITING_STEPS: Final = 64
+# After a dispatch that took longer, the event loop is left to others for this share of its time.
+_LONG_DISPATCH_SECONDS: Final = 0.004
+_REST_SHARE: Final = 0.25
+
 
 class Relay(Protocol):
     """Takes tokens at once, so that the reader need not be woken for them."""
 
-    def write(self, token_ids: Sequence[int], now: float) -> bool:
+    def take(self, token_ids: Sequence[int], now: float) -> bool:
         """Take the tokens of a step; False, with nothing taken, leaves them to the reader."""
+
+    def flush(self) -> None:
+        """Hand over what was taken; called before anybody else runs."""
 
 
 @dataclass(slots=True)
@@ -61,12 +71,13 @@ class _Choice:
     def has_news(self) -> bool:
         return bool(self.pending_token_ids) or (self.end is not None and not self.is_end_taken)
 
-    def relays(self, token_ids: Sequence[int], now: float) -> bool:
-        """Give tokens to the relay; False where there is none, or others wait before them, or it takes none."""
-        if self.relay is None or self.pending_token_ids or not self.relay.write(token_ids, now):
-            return False
+    def relayed(self, token_ids: Sequence[int], now: float) -> Relay | None:
+        """Give tokens to the relay and return it; None where there is none, or others wait, or it is full."""
+        relay = self.relay
+        if relay is None or self.pending_token_ids or not relay.take(token_ids, now):
+            return None
         self.num_received_tokens += len(token_ids)
-        return True
+        return relay
 
 
 class EngineRequest:
@@ -351,8 +362,41 @@ class _EngineStream:
             raise EngineLost("The engine ended its stream.")
 
     async def _receive(self, call: GenerationCall) -> None:
-        async for events in call:
-            self._dispatch(events)
+        """Dispatch steps as they come; raises what ends the stream, when all that came before is dispatched."""
+        inbox: asyncio.Queue[StepEvents | None] = asyncio.Queue(_MAX_WAITING_STEPS)
+        reading = asyncio.create_task(self._read(call, inbox))
+        try:
+            while not (reading.done() and inbox.empty()):
+                steps = [await inbox.get()]
+                while not inbox.empty():
+                    steps.append(inbox.get_nowait())
+                busy_seconds = self._dispatch_all([step for step in steps if step is not None])
+                if busy_seconds > _LONG_DISPATCH_SECONDS:
+                    # All others get their turn, and steps that come meanwhile are written together.
+                    await asyncio.sleep(busy_seconds * _REST_SHARE)
+            await reading
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read(self, call: GenerationCall, inbox: asyncio.Queue[StepEvents | None]) -> None:
+        try:
+            async for events in call:
+                await inbox.put(events)
+        finally:
+            with suppress(asyncio.QueueFull):
+                # Wakes who waits for a step; where the inbox is full nobody waits.
+                inbox.put_nowait(None)
+
+    def _dispatch_all(self, steps: Sequence[StepEvents]) -> float:
+        """Dispatch steps and have what relays took written, once for each; returns the seconds that it took."""
+        begun_at = time.monotonic()
+        relays: list[Relay] = []
+        for step in steps:
+            self._dispatch(step, relays)
+        for relay in relays if len(steps) == 1 else dict.fromkeys(relays):
+            relay.flush()
+        return time.monotonic() - begun_at
 
     async def _send(self, call: GenerationCall) -> None:
         while True:
@@ -362,7 +406,8 @@ class _EngineStream:
                 case _Abort(request_id, handles):
                     await call.abort(request_id, handles)
 
-    def _dispatch(self, events: StepEvents) -> None:
+    def _dispatch(self, events: StepEvents, relays: list[Relay]) -> None:
+        """Tell all requests what a step did to them; relays that took tokens are added to ``relays``."""
         for request_id, handles in events.started:
             self._start(request_id, handles, events.accept_seconds.get(request_id))
         if self._timed:
@@ -376,8 +421,13 @@ class _EngineStream:
             token_ids = events.token_ids[offset : offset + count]
             offset += count
             choice = self._by_handle.get(handle)
-            if choice is None or (handle not in ends and handle not in logprobs and choice.relays(token_ids, now)):
+            if choice is None:
                 continue
+            if handle not in ends and handle not in logprobs:
+                relay = choice.relayed(token_ids, now)
+                if relay is not None:
+                    relays.append(relay)
+                    continue
             self._tell(handle, token_ids, ends.pop(handle, None), logprobs.get(handle, ()))
         for handle, end in ends.items():
             self._tell(handle, [], end)

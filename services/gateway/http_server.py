@@ -26,9 +26,11 @@ _BACKLOG: Final = 1024
 class HttpServer:
     """A listening server."""
 
-    def __init__(self, app: web.Application, host: str, port: int) -> None:
+    def __init__(self, app: web.Application, host: str, port: int, *, shares_port: bool = False) -> None:
+        """Begin; processes that all share a port get their share of its connections."""
         self._host = host
         self._port = port
+        self._shares_port = shares_port
         self._runner = web.AppRunner(
             app,
             # A client that leaves cancels its handler, also while that waits for an engine.
@@ -43,11 +45,25 @@ class HttpServer:
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._connection, self._host, self._port, backlog=_BACKLOG)
+            self._server = await loop.create_server(
+                self._connection, self._host, self._port, backlog=_BACKLOG, reuse_port=self._shares_port or None
+            )
         except OSError as error:
             raise InternalError(f"Cannot listen on {self._host}:{self._port}: {error.strerror}.") from error
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
+
+    async def hand_over(self, last_requests_seconds: float) -> None:
+        """Leave the port to its other processes: take no more connections, and soon no requests on those there are.
+
+        Who has just connected may still send a first request. What has begun goes on.
+        """
+        if self._server is not None:
+            self._server.close()
+        await asyncio.sleep(last_requests_seconds)
+        manager = self._runner.server
+        assert manager is not None, "it has started"
+        manager.pre_shutdown()
 
     async def stop(self) -> None:
         """Close the socket and all connections."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import random
 import time
 import uuid
@@ -20,7 +21,7 @@ from libs.errors import StoreUnavailable
 from libs.kv import HashContract
 from libs.lifecycle import Lifecycle, run
 from libs.obs import configure_logging, get_logger
-from libs.obs.metrics import GatewayMetrics
+from libs.obs.metrics import GatewayMetrics, share_metrics
 from libs.obs.tracers import open_tracer
 from libs.obs.tracing import Tracer
 from libs.rpc import RpcServer
@@ -46,6 +47,7 @@ from services.gateway.model_formats.model_format import ModelFormat
 from services.gateway.models import Models
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.placement import Placements, RouterPlacements
+from services.gateway.process_group import GroupSettings, run_group
 from services.gateway.request_spans import RequestSpans
 from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import TextPreparation
@@ -59,6 +61,12 @@ log = get_logger("gateway")
 # Interrupted requests need a moment to tell their clients.
 _INTERRUPTION_SECONDS = 1.5
 _LAST_ACCOUNTS_SECONDS = 0.5
+# What a process of a group may take beyond its drain and its last records, before it is killed.
+_AFTER_DRAIN_SECONDS = 6.0
+# Who has connected before this process left the port sends a request within this time, or is turned away.
+_LAST_REQUESTS_SECONDS = 0.5
+# Time between two looks of other processes at what this one has counted.
+_SHARE_METRICS_SECONDS = 0.5
 _CLOSE_CALLS_SECONDS = 0.5
 
 
@@ -69,7 +77,23 @@ def main(argv: Sequence[str]) -> None:
         # Refused here, where a configuration that cannot be used ends with one clear line.
         KeyFile(Path(config.api_keys_file)).read_now()
     configure_logging("gateway", config.gateway_id, config.log_level)
-    run(functools.partial(_serve, config), tier="gateway")
+    if config.gateway_processes > 1:
+        run(functools.partial(run_group, _group_settings(config), argv), tier="gateway")
+    else:
+        run(functools.partial(_serve, config), tier="gateway")
+
+
+def _group_settings(config: GatewayConfig) -> GroupSettings:
+    return GroupSettings(
+        num_processes=config.gateway_processes,
+        gateway_id=config.gateway_id,
+        host=config.host,
+        port=config.port,
+        grpc_host=config.grpc_host,
+        grpc_port=config.grpc_port,
+        shared_folder=Path(config.data_dir) / f"{config.gateway_id}-metrics",
+        stop_seconds=config.drain_timeout_seconds + config.audit_shutdown_seconds + _AFTER_DRAIN_SECONDS,
+    )
 
 
 async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
@@ -88,16 +112,27 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
             background.append(tasks.create_task(keys.run()))
         streams = EngineStreams(max_requests=config.max_concurrent_requests, tasks=tasks)
         parts = _make_parts(config, foundation, streams, tasks)
-        server = HttpServer(make_app(parts, max_body_bytes=config.max_body_bytes), config.host, config.port)
+        app = make_app(parts, max_body_bytes=config.max_body_bytes)
+        server = HttpServer(app, config.host, config.port, shares_port=config.is_of_group)
         stack.push_async_callback(server.stop)
         host, port = await server.start()
         grpc_server = _make_grpc_server(config, parts)
         stack.push_async_callback(grpc_server.stop, _CLOSE_CALLS_SECONDS)
         await grpc_server.start()
         background.append(tasks.create_task(_tell_readiness(config, foundation, grpc_server)))
+        if config.is_of_group:
+            background.append(tasks.create_task(_share_counts(foundation.metrics)))
+        # What lives as long as the process need not be looked through by each of the collector's rounds, which stop
+        # all streams meanwhile.
+        gc.collect()
+        gc.freeze()
         log.info("gateway listens", host=host, port=port, grpc_address=grpc_server.address)
 
         await lifecycle.wait_for_shutdown()
+
+        if config.is_of_group:
+            # The others take what comes from now on, and this one only ends what it has begun.
+            await server.hand_over(_LAST_REQUESTS_SECONDS)
 
         await grpc_server.set_serving(False)
         await _drain(config, foundation)
@@ -153,7 +188,7 @@ def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation
         aliases=config.model_aliases,
         format=text.model_format,
     )
-    metrics = GatewayMetrics(CollectorRegistry())
+    metrics = _make_metrics(config)
     audit = _make_audit(config, data_dir, metrics, stack)
     return _Foundation(
         metrics=metrics,
@@ -185,6 +220,20 @@ def _make_tracer(config: GatewayConfig, stack: AsyncExitStack) -> Tracer:
     )
     stack.push_async_callback(asyncio.to_thread, tracer.close)
     return tracer
+
+
+def _make_metrics(config: GatewayConfig) -> GatewayMetrics:
+    if config.group_folder is None:
+        return GatewayMetrics(CollectorRegistry())
+    folder = Path(config.group_folder)
+    share_metrics(folder, config.gateway_id)
+    return GatewayMetrics(CollectorRegistry(), folder)
+
+
+async def _share_counts(metrics: GatewayMetrics) -> None:
+    while True:
+        await asyncio.sleep(_SHARE_METRICS_SECONDS)
+        metrics.add_up()
 
 
 def _make_key_watch(config: GatewayConfig, authenticator: Authenticator, stack: AsyncExitStack) -> KeyWatch | None:
@@ -314,7 +363,8 @@ def _make_grpc_server(config: GatewayConfig, parts: Parts) -> RpcServer:
         max_message_bytes=config.max_body_bytes,
     )
     host = f"[{config.grpc_host}]" if ":" in config.grpc_host else config.grpc_host
-    return make_inference_server(f"{host}:{config.grpc_port}", servicer, parts.authenticator)
+    address = f"{host}:{config.grpc_port}"
+    return make_inference_server(address, servicer, parts.authenticator, shares_port=config.is_of_group)
 
 
 async def _tell_readiness(config: GatewayConfig, foundation: _Foundation, server: RpcServer) -> None:

@@ -143,7 +143,10 @@ def body_parts() -> dict[str, JsonSchema]:
         "AssistantMessage": _assistant_message(),
         "ToolMessage": _message(
             ("tool",),
-            {"content": _content(), "tool_call_id": _STRING | {"description": "The call that this answers."}},
+            {
+                "content": _content(),
+                "tool_call_id": _STRING | {"description": "The call before it that this answers."},
+            },
             required=("content", "tool_call_id"),
         ),
         "TextPart": _closed({"type": {"const": "text"}, "text": _STRING}, ("type", "text")),

@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from libs.errors import InvalidRequest
 
 
@@ -56,9 +58,20 @@ def read_token_ids(body: Mapping[str, Any], name: str, *, max_count: int, vocab_
 
 def are_token_ids(values: list[Any], vocab_size: int) -> bool:
     """Tell whether all values are ids of the vocabulary."""
-    return all(type(value) is int and 0 <= value < vocab_size for value in values)
+    if not values:
+        return True
+    return {*map(type, values)} == {int} and min(values) >= 0 and max(values) < vocab_size
 
 
 def is_number(value: Any) -> bool:
     """Tell whether a value is a finite number; a boolean is an int in Python, and no number for a client."""
     return type(value) in (int, float) and math.isfinite(value)
+
+
+def schema_text(schema: Mapping[str, Any], param: str) -> str:
+    """Return a schema as JSON; raises InvalidRequest for one that is nested deeper than a form may be."""
+    try:
+        return orjson.dumps(schema).decode()
+    except TypeError as error:
+        # The values come from JSON, so only their depth can be wrong.
+        raise InvalidRequest(f"'{param}' is nested too deep; at most 250 levels are taken.", param=param) from error

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import orjson
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
 from services.gateway.openai_fields import check_structured_outputs
+from services.gateway.openai_values import schema_text
 
 _ANY_OBJECT: Final = '{"type":"object"}'
 _SCHEMA_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -109,7 +109,7 @@ def _named_schema(value: Any) -> OutputConstraint:
     schema = value.get("schema")
     if not isinstance(schema, dict):
         raise InvalidRequest(f"'{path}.schema' must be a JSON schema, an object.", param=f"{path}.schema")
-    return OutputConstraint(_schema_grammar(schema), f"{path}.schema")
+    return OutputConstraint(_schema_grammar(schema, f"{path}.schema"), f"{path}.schema")
 
 
 def _structured_outputs(body: Mapping[str, Any]) -> OutputConstraint | None:
@@ -135,7 +135,7 @@ def _structured_grammar(name: str, value: Any) -> Grammar:
         case "json_object", True:
             return Grammar(GrammarForm.JSON_SCHEMA, (_ANY_OBJECT,))
         case "json", dict():
-            return _schema_grammar(value)
+            return _schema_grammar(value, "structured_outputs.json")
         case "json", str():
             return Grammar(GrammarForm.JSON_SCHEMA, (value,))
         case "regex", str():
@@ -169,8 +169,8 @@ def _lark_of(grammar: str) -> str:
         ) from error
 
 
-def _schema_grammar(schema: Mapping[str, Any]) -> Grammar:
-    return Grammar(GrammarForm.JSON_SCHEMA, (orjson.dumps(schema).decode(),))
+def _schema_grammar(schema: Mapping[str, Any], param: str) -> Grammar:
+    return Grammar(GrammarForm.JSON_SCHEMA, (schema_text(schema, param),))
 
 
 def _refuse_others(value: Mapping[str, Any], known: set[str], path: str) -> None:

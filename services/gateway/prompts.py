@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -32,6 +32,11 @@ class ChatPrompt:
         tools = sum(len(orjson.dumps(tool)) for tool in self.tools)
         return tools + sum(message.num_characters for message in self.messages)
 
+    @property
+    def certain_texts(self) -> Sequence[str]:
+        """What is tokenized whatever the template does, which may drop what an assistant said before."""
+        return [message.content.strip() for message in self.messages if message.role == "user"]
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
@@ -45,6 +50,11 @@ class TextPrompt:
         """How much text there is to tokenize."""
         return len(self.text)
 
+    @property
+    def certain_texts(self) -> Sequence[str]:
+        """What is tokenized."""
+        return [self.text]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
@@ -56,6 +66,11 @@ class TokenPrompt:
     def num_characters(self) -> int:
         """There is nothing to tokenize."""
         return 0
+
+    @property
+    def certain_texts(self) -> Sequence[str]:
+        """There is nothing to tokenize."""
+        return []
 
 
 Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt

@@ -18,7 +18,7 @@ from services.gateway.client_call import Framing
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import known_error
 from services.gateway.logprob_shapes import LogprobShapes
-from services.gateway.model_formats.parsed import CallDelta
+from services.gateway.model_formats.parsed import CallDelta, split_calls
 from services.gateway.responses_schema import FunctionTool, ResponseBody
 from services.gateway.sse import PING, named_event
 
@@ -50,12 +50,15 @@ class ResponseFormat:
         content = delta.content
         data = b"" if self._num_events else self._begin()
         self._take_logprobs(delta)
+        continued, new_calls = split_calls(content.calls)
+        for call in continued:
+            data += self._call_delta(call)
         if content.reasoning:
             data += self._text_delta("reasoning", content.reasoning, [])
         if content.text:
             logprobs, self._logprobs = self._logprobs, []
             data += self._text_delta("message", content.text, logprobs)
-        for call in content.calls:
+        for call in new_calls:
             data += self._call_delta(call)
         if content.finish_reason is not None:
             self._reason = content.finish_reason

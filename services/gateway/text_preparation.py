@@ -98,18 +98,21 @@ class TextPreparation:
         *,
         cache_salt: bytes,
         max_model_len: int,
+        prompt_field: str = "prompt",
         marks: Marks = _NO_MARKS,
     ) -> PreparedText:
         """Render, tokenize, cut and hash a request's prompts, tokenize its bad words and try its grammar.
 
-        ``marks`` are set in the thread that does it.
+        ``marks`` are set in the thread that does it; ``prompt_field`` names the prompt in errors.
 
         A prompt beyond ``max_model_len`` comes back as its tokens alone: it will not be served.
 
         Raises:
             TemplateRefused: the model's template does not take these messages.
             InvalidRequest: a prompt without any token, or a form of the answer that cannot be enforced.
+            ContextLengthExceeded: a prompt so long that it need not be tokenized to see that it does not fit.
         """
+        self._refuse_hopeless(prompts, options, max_model_len, prompt_field)
 
         def prepare() -> PreparedText:
             marks.lap(Segment.TEXT_QUEUE)
@@ -153,6 +156,26 @@ class TextPreparation:
             case TokenPrompt():
                 return list(prompt.token_ids)
 
+    def _refuse_hopeless(
+        self, prompts: Sequence[Prompt], options: GenerationOptions, max_model_len: int, prompt_field: str
+    ) -> None:
+        """Refuse what cannot fit even if all its tokens are the longest: megabytes take seconds to tokenize."""
+        if options.truncate_prompt_tokens is not None:
+            return
+        for prompt in prompts:
+            if prompt.num_characters <= max_model_len:
+                continue
+            texts = prompt.certain_texts
+            # A token may reach over the border of two texts.
+            num_tokens = sum(map(self.model_text.tokenizer.min_num_tokens, texts)) - len(texts)
+            if num_tokens >= max_model_len:
+                raise ContextLengthExceeded.of_at_least(
+                    num_prompt_tokens=num_tokens,
+                    max_output_tokens=_least_output(options),
+                    max_model_len=max_model_len,
+                    param=prompt_field,
+                )
+
     def close(self) -> None:
         """Stop the threads; work that has not begun is dropped."""
         for threads in (self._threads, self._long_text_thread):
@@ -189,7 +212,8 @@ class TextPreparation:
         if reasoning is None or not isinstance(prompt, ChatPrompt):
             return ReasoningState.OVER
         ending = b"".join(map(self.model_text.tokenizer.token_bytes, token_ids[-_ENDING_TOKENS:]))
-        continued = prompt.messages[-1].content if prompt.continue_final_message else None
+        # A message that is continued and empty is an answer from its beginning.
+        continued = (prompt.messages[-1].content or None) if prompt.continue_final_message else None
         return reasoning.state_after(ending.decode(errors="replace"), continued)
 
     def _grammar(self, options: GenerationOptions, state: ReasoningState) -> Grammar | None:

@@ -1,8 +1,9 @@
 """Tokens straight into an open stream, from within the engine step that brought them.
 
-Owns the shortest way of a token: its text as JSON, between the two halves of a chunk, into the connection. Nothing
-waits for it and no task is woken. It serves choices of whose tokens nothing but their text is wanted, while the
-stream's own task has nothing to do and the connection takes bytes; everything else is left to that task.
+Owns the shortest way of a token: its text as JSON, between the two halves of a chunk, into the connection, or into
+an answer that is sent whole. Nothing waits for it and no task is woken. It serves choices of whose tokens nothing
+but their text is wanted, while the answer's own task has nothing to do and the connection takes bytes; everything
+else is left to that task.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from libs.text import Tokenizer
 from services.gateway.accounting import RequestAccount
+from services.gateway.answer_format import ChoiceDelta, WholeChoice
 from services.gateway.event_template import ChunkTemplate, json_text
 from services.gateway.output_text import OutputText
 
@@ -51,10 +53,30 @@ class JsonPieces(dict[int, bytes]):
             return b""
 
 
+class WholeRelay:
+    """Puts one choice's tokens into a whole answer, so that its task is woken only for the end."""
+
+    __slots__ = ("_account", "_choice", "_output")
+
+    def __init__(self, choice: WholeChoice, output: OutputText, account: RequestAccount) -> None:
+        self._choice = choice
+        self._output = output
+        self._account = account
+
+    def take(self, token_ids: Sequence[int], now: float) -> bool:
+        """Take the tokens of a step at ``now``."""
+        self._choice.add(ChoiceDelta(0, self._output.take(token_ids, None)))
+        self._account.deliver_more(len(token_ids), now)
+        return True
+
+    def flush(self) -> None:
+        """Do nothing: nobody reads before the end."""
+
+
 class TokenRelay:
     """Writes one choice's tokens."""
 
-    __slots__ = ("_account", "_is_settled", "_output", "_pieces", "_template", "_writer")
+    __slots__ = ("_account", "_events", "_is_settled", "_output", "_pieces", "_template", "_writer")
 
     def __init__(
         self,
@@ -69,9 +91,10 @@ class TokenRelay:
         self._output = output
         self._account = account
         self._pieces = pieces
+        self._events = b""
         self._is_settled = output.is_settled
 
-    def write(self, token_ids: Sequence[int], now: float) -> bool:
+    def take(self, token_ids: Sequence[int], now: float) -> bool:
         """Take the tokens of a step at ``now``; False, with nothing taken, where the connection is full."""
         if not self._writer.is_clear:
             return False
@@ -83,5 +106,11 @@ class TokenRelay:
             self._is_settled = self._output.is_settled
         self._account.deliver_more(len(token_ids), now)
         if piece:
-            self._writer.write_now(self._template.event_of_json(piece))
+            self._events += self._template.event_of_json(piece)
         return True
+
+    def flush(self) -> None:
+        """Write what was taken: an event for each step, all at once."""
+        if self._events:
+            self._writer.write_now(self._events)
+            self._events = b""

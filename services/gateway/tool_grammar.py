@@ -24,6 +24,8 @@ from services.gateway.tools import ToolChoice, ToolUse
 MAX_CALLS: Final = 16
 
 _HEADER: Final = "%llguidance {}"
+# Tells grammars made here, in which only the first ``start`` is a rule.
+_OWN_NOTE: Final = "// Text and calls of tools."
 _TEXT_RULE: Final = r"TEXT: /(.|\n)*/"
 _START: Final = re.compile(r"^start(?=\s*:)", re.MULTILINE)
 _START_ANYWHERE: Final = re.compile(r"\bstart\b")
@@ -50,7 +52,7 @@ def tool_constraint(use: ToolUse, model_format: ModelFormat) -> OutputConstraint
     arguments = [f"{rule}: %json {schema.decode()}" for (_, rule), schema in zip(named, schemas, strict=True)]
     answer = _required(calls, model_format.vocabulary) if use.choice is ToolChoice.REQUIRED else None
     rules = answer or _possible(calls, model_format.vocabulary)
-    text = "\n".join([_HEADER, *rules, *calls.rules, *arguments])
+    text = "\n".join([_HEADER, _OWN_NOTE, *rules, *calls.rules, *arguments])
     return OutputConstraint(Grammar(GrammarForm.LARK, (text,)), "tools")
 
 
@@ -106,47 +108,64 @@ def with_reasoning(
     Raises:
         InvalidRequest: a grammar of a client that cannot stand behind another.
     """
-    thought = _thought_rules(reasoning.end, vocabulary, max_tokens)
     begin = vocabulary.term(reasoning.begin)
-    is_open = state is ReasoningState.OPEN
-    start = f"start: {begin}? thought space answer" if is_open else f"start: {begin} thought space answer | answer"
-    has_text = grammar is not None and _TEXT_RULE in grammar.texts[0]
-    rules = [start, *thought, r"space: /[ \n]{0,4}/", *([] if has_text else [_TEXT_RULE]), *_answer(grammar)]
-    return Grammar(GrammarForm.LARK, ("\n".join([_HEADER, *rules]),))
+    answer, text_rule = _answer(grammar), _TEXT_RULE
+    if state is ReasoningState.OPEN:
+        start = f"start: {begin}? reasoning_thought reasoning_space reasoned_answer"
+    else:
+        start = f"start: {begin} reasoning_thought reasoning_space reasoned_answer | reasoned_answer"
+        if vocabulary.control_token_id(reasoning.begin) is None:
+            # What begins with the marker is reasoning, and no text.
+            text_rule += f" & ~/[ \\n]*{_in_regex(reasoning.begin)}(.|\\n)*/"
+    rules = [start, *_thought_rules(reasoning.end, vocabulary, max_tokens), *answer]
+    text = "\n".join([_HEADER, *rules, r"reasoning_space: /[ \n]{0,4}/", r"REASONING: /(.|\n)*/"])
+    # The text of an answer is its own, and may be less than any.
+    return Grammar(GrammarForm.LARK, (text.replace(_TEXT_RULE, text_rule),))
 
 
 def _thought_rules(end: str, vocabulary: Vocabulary, max_tokens: int | None) -> list[str]:
-    """Return rules for reasoning and the marker at its end, by the name ``thought``."""
+    """Return rules for reasoning and the marker at its end, by the name ``reasoning_thought``."""
     token_id = vocabulary.token_id(end)
     if token_id is None:
         assert max_tokens is None, "only what ends with a token can be limited"
-        return [f"thought[lazy]: TEXT {vocabulary.text(end)}"]
+        return [f"reasoning_thought[lazy]: REASONING {vocabulary.text(end)}"]
     limit = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
-    text = "TEXT"
+    text = "REASONING"
     if vocabulary.control_token_id(end) is None:
         # The token is text, too: as text it must not belong to the reasoning.
-        text = f"TEXT & ~/(.|\\n)*{re.escape(end).replace('/', chr(92) + '/')}(.|\\n)*/"
-    return [f"thought: thinking <[{token_id}]>", f"thinking{limit}: THINKING", f"THINKING: {text}"]
+        text = f"REASONING & ~/(.|\\n)*{_in_regex(end)}(.|\\n)*/"
+    return [
+        f"reasoning_thought: reasoning_text <[{token_id}]>",
+        f"reasoning_text{limit}: REASONING_TEXT",
+        f"REASONING_TEXT: {text}",
+    ]
+
+
+def _in_regex(marker: str) -> str:
+    """Return a marker as an expression of Lark has it."""
+    return re.escape(marker).replace("/", r"\/")
 
 
 def _answer(grammar: Grammar | None) -> Sequence[str]:
-    """Return the rules of an answer by the name ``answer``."""
+    """Return the rules of an answer by the name ``reasoned_answer``."""
     if grammar is None:
-        return ["answer: TEXT"]
+        return ["reasoned_answer: TEXT", _TEXT_RULE]
     match grammar.form:
         case GrammarForm.JSON_SCHEMA:
             schema = orjson.loads(grammar.text) | {"x-guidance": JSON_OPTIONS}
-            return [f"answer: %json {orjson.dumps(schema).decode()}"]
+            return [f"reasoned_answer: %json {orjson.dumps(schema).decode()}"]
         case GrammarForm.REGEX:
-            return [f"answer: /{llguidance.regex_to_lark(grammar.text, 'd')}/"]
+            return [f"reasoned_answer: /{llguidance.regex_to_lark(grammar.text, 'd')}/"]
         case GrammarForm.CHOICE:
-            return ["answer: " + " | ".join(orjson.dumps(literal).decode() for literal in grammar.texts)]
+            return ["reasoned_answer: " + " | ".join(orjson.dumps(literal).decode() for literal in grammar.texts)]
         case GrammarForm.LARK:
-            text = grammar.text.removeprefix(_HEADER)
+            text = grammar.text.removeprefix(_HEADER).lstrip()
+            if text.startswith(_OWN_NOTE):
+                return [_START.sub("reasoned_answer", text, count=1)]
             if len(_START_ANYWHERE.findall(text)) != 1 or not _START.search(text) or "%llguidance" in text:
                 raise InvalidRequest(
                     "'structured_outputs.grammar' cannot stand behind the model's reasoning: 'start' must be in it "
                     "once, at the beginning of a line. Or turn the reasoning off.",
                     param="structured_outputs.grammar",
                 )
-            return [_START.sub("answer", text)]
+            return [_START.sub("reasoned_answer", text)]

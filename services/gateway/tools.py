@@ -18,6 +18,7 @@ from msgspec import Meta
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
 from libs.text import ChatMessage, ToolCall
+from services.gateway.openai_values import schema_text
 
 MAX_TOOLS: Final = 128
 MAX_DESCRIPTION_CHARACTERS: Final = 8192
@@ -274,7 +275,7 @@ def _parameters(value: Any, path: str) -> Mapping[str, Any]:
         raise InvalidRequest(f"'{path}' must be a JSON schema of the type 'object'.", param=path)
     parameters = {"type": "object"} | value
     try:
-        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (orjson.dumps(parameters).decode(),)))
+        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (schema_text(parameters, path),)))
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param=path) from error
     return parameters

@@ -22,6 +22,7 @@ QUANTIZATIONS = ("none", "int8")
 
 _TIER_SETTING = re.compile(r"([a-z]+)\.([a-z][a-z0-9_-]*)=(.*)", re.DOTALL)
 _MAX_ENGINES = 64
+_MAX_GATEWAY_PROCESSES = 64
 _MAX_RANKS = 63
 
 
@@ -42,6 +43,7 @@ class UpConfig:
     model_aliases: tuple[str, ...] = setting(
         (), "Further names by which clients may ask for the model, comma-separated."
     )
+    gateway_processes: int = setting(1, "Gateway processes that share the port; one serves some thousand streams.")
     quantization: str | None = setting(
         None,
         f"Number format that workers keep weights in, {' or '.join(QUANTIZATIONS)}; by default what "
@@ -92,6 +94,10 @@ class UpConfig:
                 raise ValueError(f"{name} must be between 0 and 65535, not {getattr(self, name)}.")
         if not 1 <= self.engines <= _MAX_ENGINES:
             raise ValueError(f"engines must be between 1 and {_MAX_ENGINES}, not {self.engines}.")
+        if not 1 <= self.gateway_processes <= _MAX_GATEWAY_PROCESSES:
+            raise ValueError(
+                f"gateway_processes must be between 1 and {_MAX_GATEWAY_PROCESSES}, not {self.gateway_processes}."
+            )
         if not 1 <= self.tensor_parallel_size <= _MAX_RANKS:
             raise ValueError(
                 f"tensor_parallel_size must be between 1 and {_MAX_RANKS}, not {self.tensor_parallel_size}."

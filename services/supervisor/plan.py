@@ -245,6 +245,7 @@ class _Planner:
         host, port = self._config.host, self._places.gateway_port
         flags = {
             "gateway-id": "gateway-0",
+            "gateway-processes": str(self._config.gateway_processes),
             "host": host,
             "port": str(port),
             "grpc-host": self._config.grpc_host,

@@ -124,8 +124,7 @@ def prompt_of(name: str, num_tokens: int = 40) -> list[int]:
     return (phrase * math.ceil(num_tokens / len(phrase)))[:num_tokens]
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-@pytest.mark.parametrize("max_steps_in_flight", [2, 1])
+@pytest.mark.parametrize(("enable_prefix_caching", "max_steps_in_flight"), [(True, 2), (False, 2), (True, 1)])
 async def test_tokens_and_logprobs_are_those_without_speculation(
     runner: ModelRunner, enable_prefix_caching: bool, max_steps_in_flight: int
 ) -> None:
@@ -187,9 +186,8 @@ async def test_limits_and_stop_ids_inside_drafts(runner: ModelRunner) -> None:
     await num_accepted_where_equal(runner, requests, num_draft_tokens=4, min_ngram_tokens=1)
 
 
-@pytest.mark.parametrize("num_left", [1, 2, 3, 4])
-async def test_no_position_lies_behind_the_longest_sequence(runner: ModelRunner, num_left: int) -> None:
-    requests = {"a": submit(prompt_of("short", 128 - num_left), num_left)}
+async def test_no_position_lies_behind_the_longest_sequence(runner: ModelRunner) -> None:
+    requests = {f"{left} left": submit(prompt_of("short", 128 - left), left) for left in (1, 2, 3, 4)}
 
     # A worker refuses a draft beyond the limit, which would break the engine's stream.
     await num_accepted_where_equal(runner, requests, num_draft_tokens=8, max_model_len=128)

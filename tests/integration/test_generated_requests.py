@@ -7,7 +7,7 @@ and is one that the document tells of: its status, its content type and its body
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.integration.conftest import StartOctavo
+from tests.integration.octavo import RunningOctavo, start_octavo
 
 # Answers are short, and there is an end to them, so that a run is requests and not tokens.
 OCTAVO = (
@@ -43,7 +43,6 @@ CHECKS = [
 ]
 # Longer than any answer may take: a request that hangs fails.
 TIMEOUT_SECONDS = 20.0
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 @dataclass(slots=True)
@@ -132,9 +131,14 @@ def reconciled(body: Any) -> Any:
     return {name: value for name, value in body.items() if not contradicting.get(name, False)}
 
 
-def test_no_generated_request_makes_the_server_fail(running_octavo: StartOctavo) -> None:
-    with running_octavo(*OCTAVO) as octavo:
-        tally = send_generated(octavo.base_url, 300, 1)
+@pytest.fixture(scope="module")
+def octavo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningOctavo]:
+    with start_octavo(tmp_path_factory.mktemp("octavo") / "data", *OCTAVO) as running:
+        yield running
+
+
+def test_no_generated_request_makes_the_server_fail(octavo: RunningOctavo) -> None:
+    tally = send_generated(octavo.base_url, 300, 1)
 
     assert tally.num_requests > 250, tally.shown()
     assert {path for path, status in tally.statuses if status == 200} >= {"/v1/models", "/tokenize"}
@@ -144,11 +148,8 @@ def test_no_generated_request_makes_the_server_fail(running_octavo: StartOctavo)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(8))
-def test_none_of_twenty_thousand_generated_requests_makes_the_server_fail(
-    running_octavo: StartOctavo, part: int
-) -> None:
-    with running_octavo(*OCTAVO) as octavo:
-        tally = send_generated(octavo.base_url, 2_520, 1_000 * (part + 1))
+def test_none_of_twenty_thousand_generated_requests_makes_the_server_fail(octavo: RunningOctavo, part: int) -> None:
+    tally = send_generated(octavo.base_url, 2_520, 1_000 * (part + 1))
 
     print(tally.shown())
     assert tally.num_requests >= 2_500, tally.shown()

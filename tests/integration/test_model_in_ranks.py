@@ -108,6 +108,24 @@ def test_ranks_draw_the_same_tokens_without_telling_each_other() -> None:
 
 
 @pytest.mark.slow
+@needs_kernels
+def test_drafts_change_no_token_in_two_ranks() -> None:
+    prompts = [reference.prompt_token_ids for reference in conversations(3)]
+    params = SamplingParams(temperature=0.8, seed=3, frequency_penalty=0.2)
+    with ranks(2) as engines:
+        expected = outputs_of(engines, prompts, params)
+        for engine in engines:
+            # Two tokens that are right and one that is wrong, or only right ones.
+            engine.draft = lambda slot, sequence: [
+                *expected[slot][len(sequence.output) : len(sequence.output) + 2],
+                *([9] if slot else []),
+            ]
+        actual = outputs_of(engines, prompts, params)
+
+        assert actual == expected
+        assert min(engine.num_accepted_drafts for engine in engines) > NUM_TOKENS
+
+
 def test_torch_says_it_in_two_ranks_too() -> None:
     reference = conversations(1)[0]
     with ranks(2, kernels=KernelChoice.TORCH) as two:

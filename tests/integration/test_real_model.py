@@ -102,6 +102,7 @@ async def test_a_small_budget_and_preemption_change_no_text_and_no_draw(running_
 
 
 async def test_sixty_four_streams_lose_nothing_and_leave_no_block(running_octavo: StartOctavo) -> None:
+    """SKV-06 of the known faults, over HTTP."""
     prompts = references()[:12]
 
     async def stream(client: AsyncOpenAI, index: int) -> tuple[int, str | None]:

@@ -19,6 +19,7 @@ from tests.integration.gateway_process import events_of
 from tests.integration.octavo import RunningOctavo
 from tests.integration.test_real_model import MODEL, StartOctavo
 from tests.integration.test_worker_metrics import samples_of
+from tests.unit.worker.kernels.native_models import needs_kernels
 
 pytestmark = pytest.mark.asyncio
 
@@ -161,6 +162,7 @@ def longest_prompts(max_model_len: int) -> dict[str, Request]:
     }
 
 
+@needs_kernels
 async def test_answers_with_speculation_are_those_without(running_octavo: StartOctavo) -> None:
     limits = ("--set", "engine.max_model_len=512")
     requests = {**requests_of_skv_10(), **requests_of_skv_11(8, 4, 2, 24), **longest_prompts(512)}
@@ -188,18 +190,35 @@ async def test_answers_with_speculation_are_those_without(running_octavo: StartO
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_draft_tokens", [4, 8])
+@needs_kernels
+@pytest.mark.parametrize(("num_ranks", "num_draft_tokens"), [(1, 4), (1, 8), (2, 4)])
 async def test_fifty_repetitive_prompts_with_and_without_the_prefix_cache(
-    running_octavo: StartOctavo, num_draft_tokens: int
+    running_octavo: StartOctavo, num_ranks: int, num_draft_tokens: int
 ) -> None:
     requests = requests_of_skv_11(50, 50, 50, 48)
-    with running_octavo() as octavo:
+    ranks = ("--tensor-parallel-size", str(num_ranks))
+    with running_octavo(*ranks) as octavo:
         expected = await answers_of(octavo, requests)
 
     for has_cache in ("true", "false"):
-        flags = ("--set", f"engine.enable_prefix_caching={has_cache}")
-        with running_octavo(*flags, *SPECULATION, "--set", f"engine.num_draft_tokens={num_draft_tokens}") as octavo:
+        flags = (*ranks, *SPECULATION, "--set", f"engine.enable_prefix_caching={has_cache}")
+        with running_octavo(*flags, "--set", f"engine.num_draft_tokens={num_draft_tokens}") as octavo:
             came = await answers_of(octavo, requests)
 
         for name in requests:
             assert came[name] == expected[name], (name, has_cache)
+
+
+@pytest.mark.slow
+async def test_answers_of_two_ranks_with_speculation_are_those_without(running_octavo: StartOctavo) -> None:
+    flags = ("--tensor-parallel-size", "2", "--set", "engine.max_model_len=512")
+    requests = {**requests_of_skv_10(), **requests_of_skv_11(16, 8, 4, 32), **longest_prompts(512)}
+    with running_octavo(*flags) as octavo:
+        expected = await answers_of(octavo, requests)
+
+    with running_octavo(*flags, *SPECULATION, "--set", "engine.num_draft_tokens=8") as octavo:
+        came = await answers_of(octavo, requests)
+
+    # Both have two ranks, so that sums have one order: there are no near-ties to allow for.
+    for name in requests:
+        assert came[name] == expected[name], name

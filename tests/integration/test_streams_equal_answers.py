@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.partial_json import complete_object
 from tests.fakes.fake_generation_engine import Script
 from tests.integration.gateway_process import Stand
 from tests.integration.http_answers import CHAT, QUESTION, TEXT, post
@@ -50,15 +51,18 @@ def outputs(draw: st.DrawFn, encode: Any) -> Output:
 
 
 @st.composite
-def tool_outputs(draw: st.DrawFn, encode: Any) -> Output:
-    """Calls with arguments of any text, and text around them."""
+def tool_outputs(draw: st.DrawFn, encode: Any, *, ends_in_call: bool = False) -> Output:
+    """Calls with arguments of any text, and text around them; cut anywhere, or within the last call only."""
     text = st.text(alphabet=CHARACTERS + '"\\{}', max_size=12)
     parts = [draw(st.sampled_from(["", "Let me see. ", "😀\n"]))]
     for _ in range(draw(st.integers(0, 3))):
         arguments = json.dumps({"text": draw(text), "n": [draw(st.integers())]}, ensure_ascii=draw(st.booleans()))
         parts.append(f'<tool_call>\n{{"name": "note", "arguments": {arguments}}}\n</tool_call>')
     written = "\n".join(parts)
-    cut = draw(st.integers(0, len(written)) | st.just(len(written)))
+    # A call has begun with the first character of its arguments.
+    mark = '"arguments": {'
+    first = written.rindex(mark) + len(mark) if ends_in_call and len(parts) > 1 else 0
+    cut = draw(st.integers(first, len(written)) | st.just(len(written)))
     is_stopped = cut == len(written)
     token_ids = encode(written[:cut])
     return Output([*token_ids, EOS] if is_stopped else token_ids, is_stopped, STOP if is_stopped else LENGTH)
@@ -303,3 +307,63 @@ async def test_a_message(fault_stand: Stand, data: st.DataObject) -> None:
     assert last["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     assert last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
     assert events[-1]["type"] == "message_stop"
+
+
+RESPONSE_TOOLS = [{"type": "function", "name": "note", "parameters": {"type": "object"}, "strict": False}]
+MESSAGE_TOOLS = [{"name": "note", "input_schema": {"type": "object"}}]
+
+
+def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ids are made from differs between two answers."""
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+@BOUNDED
+@given(data=st.data())
+async def test_a_response_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    # The head of a further call that is cut off is text, which a whole answer has before all calls.
+    case = data.draw(cases(tool_outputs(fault_stand.encode, ends_in_call=True), 1))
+    fields = {"input": "Say hi.", "max_output_tokens": 2000, "tools": RESPONSE_TOOLS}
+
+    stream, whole = await both_ways(fault_stand, "/v1/responses", fields, case, {"stream": True})
+
+    events = named_events(stream.raw)
+    last = events[-1]["response"]
+    assert without_ids(last["output"]) == without_ids(whole["output"])
+    assert {name: last[name] for name in ("status", "usage")} == {name: whole[name] for name in ("status", "usage")}
+    arguments: dict[str, str] = {}
+    for event in events:
+        if event["type"] == "response.function_call_arguments.delta":
+            arguments[event["item_id"]] = arguments.get(event["item_id"], "") + event["delta"]
+    written = {item["id"]: item["arguments"] for item in last["output"] if item["type"] == "function_call"}
+    assert {item_id: text for item_id, text in written.items() if text} == arguments
+
+
+@BOUNDED
+@given(data=st.data())
+async def test_a_message_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    # The head of a further call that is cut off is text, which a whole answer has before all calls.
+    case = data.draw(cases(tool_outputs(fault_stand.encode, ends_in_call=True), 1))
+    fields = {"messages": QUESTION, "max_tokens": 2000, "tools": MESSAGE_TOOLS}
+
+    stream, whole = await both_ways(fault_stand, "/v1/messages", fields, case, {"stream": True})
+
+    blocks: list[dict[str, Any]] = []
+    for event in named_events(stream.raw):
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append(dict(event["content_block"]) | {"written": ""})
+        elif event["type"] == "content_block_delta":
+            blocks[event["index"]]["written"] += event["delta"].get("text", "") + event["delta"].get(
+                "partial_json", ""
+            )
+        elif event["type"] == "message_delta":
+            assert event["delta"]["stop_reason"] == whole["stop_reason"]
+            assert event["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert [block["type"] for block in blocks] == [block["type"] for block in whole["content"]]
+    for streamed, block in zip(blocks, whole["content"], strict=True):
+        if block["type"] == "text":
+            assert streamed["written"] == block["text"]
+        else:
+            # A call that was cut is told as it came in a stream, and as an object in a whole answer.
+            assert complete_object(streamed["written"]) == block["input"]

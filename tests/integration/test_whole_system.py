@@ -121,6 +121,7 @@ async def _read_all(session: aiohttp.ClientSession, body: dict[str, Any]) -> Non
 async def test_after_a_kill_nothing_hangs_and_the_next_request_is_served(
     running_octavo: StartOctavo, victim: str
 ) -> None:
+    """ENG-01 of the known faults, where the process is dead."""
     with running_octavo(*STUB) as octavo:
         async with session_of(octavo) as session:
             events = [asyncio.Event() for _ in range(4)]
@@ -192,6 +193,7 @@ async def test_a_second_request_with_the_same_prefix_says_how_much_was_cached(ru
 async def test_two_hundred_prompts_with_common_beginnings_are_answered_as_without_a_cache(
     running_octavo: StartOctavo,
 ) -> None:
+    """SKV-03 of the known faults (the real model's texts: test_real_model.py)."""
     # The pool holds a few prompts only, so that cached blocks are evicted and filled again all the time.
     quick = ("--set", "worker.runner=stub", "--set", "worker.stub_step_seconds=0", "--set", "engine.num_blocks=96")
     source = random.Random(20)
@@ -288,6 +290,7 @@ async def test_the_registries_name_the_node_and_the_prefixes_it_holds(running_oc
 
 
 async def test_sigterm_finishes_streams_and_flushes_every_row(running_octavo: StartOctavo) -> None:
+    """ENG-03 of the known faults."""
     with running_octavo(*STUB) as octavo:
         async with session_of(octavo) as session:
             started = asyncio.Event()
@@ -395,6 +398,7 @@ async def test_the_openai_client_lists_completes_and_streams(running_octavo: Sta
 
 
 async def test_a_frozen_worker_turns_readiness_off_and_heals(running_octavo: StartOctavo) -> None:
+    """ENG-01 of the known faults, where the process is frozen."""
     # A frozen worker is connected all the time: only a step that is not answered shows it.
     limits = ("--set", "engine.stall_seconds=1", "--set", "engine.step_timeout_seconds=4")
     with running_octavo(*STUB, *limits) as octavo:

@@ -1,4 +1,7 @@
-"""Sequence table and KV cache manager over a fake KV memory: a hit must find exactly what its prefix left there."""
+"""Sequence table and KV cache manager over a fake KV memory: a hit must find exactly what its prefix left there.
+
+SKV-06 of the known faults.
+"""
 
 from __future__ import annotations
 

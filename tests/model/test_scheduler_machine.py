@@ -3,6 +3,7 @@
 It runs with one and two steps in flight and with every policy.
 
 What is checked lives in ``tests/fakes/watched_scheduler.py`` and ``tests/fakes/scheduling_rules.py``.
+SKV-06 of the known faults.
 """
 
 from __future__ import annotations

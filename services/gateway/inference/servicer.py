@@ -181,10 +181,12 @@ class GuardedReflection(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         return await continuation(handler_call_details)
 
 
-def make_inference_server(address: str, servicer: InferenceServicer, authenticator: Authenticator) -> RpcServer:
+def make_inference_server(
+    address: str, servicer: InferenceServicer, authenticator: Authenticator, *, shares_port: bool = False
+) -> RpcServer:
     """Make the server at ``host:port``, beside which stand health, for all, and reflection, for who has a key."""
     registration = Registration(inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer, _SERVICE)
-    return make_server(address, [registration], [GuardedReflection(authenticator)])
+    return make_server(address, [registration], [GuardedReflection(authenticator)], shares_port=shares_port)
 
 
 def _refusing(error: OctavoError) -> Any:

@@ -5,6 +5,7 @@ Owns no behaviour.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,15 @@ class ParsedText:
     content: str
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+
+
+def split_calls(calls: Sequence[CallDelta]) -> tuple[Sequence[CallDelta], Sequence[CallDelta]]:
+    """Return what goes on with the call that has begun before, and the calls that begin.
+
+    Text that came together with both stands between them at the earliest.
+    """
+    first_new = next((index for index, call in enumerate(calls) if call.name is not None), len(calls))
+    return calls[:first_new], calls[first_new:]
 
 
 class OutputParser(Protocol):

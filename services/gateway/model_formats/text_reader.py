@@ -83,8 +83,12 @@ class TextReader:
 
     def give_arguments(self, text: str) -> None:
         """Go on with the arguments of the call that began last."""
+        index = self._num_calls - 1
+        if text and self._calls and self._calls[-1].name is None:
+            # What came together is told together.
+            text = self._calls.pop().arguments + text
         if text:
-            self._calls.append(CallDelta(self._num_calls - 1, None, text))
+            self._calls.append(CallDelta(index, None, text))
 
     # Looking at text.
 
@@ -210,7 +214,7 @@ class TextReader:
                 return marker
             if self._is_complete:
                 rest = self._text[self._position :]
-                give(rest.rstrip() if self._num_calls else rest)
+                give(_without_marker(rest, markers) if self._num_calls else rest)
                 self._text, self._position = "", 0
                 return None
             # A marker may be on its way, and white space before it is not given.
@@ -275,7 +279,8 @@ class TextReader:
     def close_call(self, end: str, begin: str) -> Reading[None]:
         """Pass the end of a call and white space after it.
 
-        What a model wrote between the call and its end is no part of either; without an end it is given as text.
+        What a model wrote between the call and its end is no part of either; without an end it is given as text,
+        unless it is as much of the end as came before the answer was cut.
         """
         while True:
             end_at, begin_at = (self._text.find(marker, self._position) for marker in (end, begin))
@@ -284,7 +289,8 @@ class TextReader:
                 break
             if begin_at >= 0 or self._is_complete:
                 stop = begin_at if begin_at >= 0 else len(self._text)
-                self.give_content(self._text[self._position : stop].strip())
+                rest = self._text[self._position : stop].strip()
+                self.give_content(rest if begin_at >= 0 else _without_marker(rest, (end,)))
                 self._position = stop
                 break
             yield
@@ -297,7 +303,14 @@ class TextReader:
 
 def _num_uncertain(text: str, marker: str) -> int:
     """Return how many characters at the end may be the beginning of ``marker``."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
+    tail = text[1 - len(marker) :]
+    start = tail.find(marker[0])
+    while start >= 0 and not marker.startswith(tail[start:]):
+        start = tail.find(marker[0], start + 1)
+    return len(tail) - start if start >= 0 else 0
+
+
+def _without_marker(rest: str, markers: Collection[str]) -> str:
+    """Return the end of a text after a call: nothing where it is only the beginning of a marker."""
+    rest = rest.rstrip()
+    return "" if any(marker.startswith(rest.lstrip()) for marker in markers) else rest

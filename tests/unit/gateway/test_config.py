@@ -38,6 +38,8 @@ def test_no_keys_on_a_reachable_address_is_refused_with_the_ways_out(host: str) 
 @pytest.mark.parametrize(
     "argv",
     [
+        ("--tool-format", "xml"),
+        ("--reasoning-format", "loud"),
         ("--port", "70000"),
         ("--port", "-1"),
         ("--gateway-id", "../x"),

@@ -127,6 +127,16 @@ def same_calls(found: Read, calls: Sequence[tuple[str, dict[str, Any]]]) -> bool
     return [(name, json.loads(text)) for name, text in found.calls] == list(calls)
 
 
+def test_a_marker_that_is_cut_off_after_a_call_is_no_text() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}'
+
+    for mark in ("\n</tool_call>", "\n</tool_call>\n<tool_call"):
+        for length in range(len(mark) + 1):
+            assert read("hermes", by_character(call + mark[:length])) == Read("", "", [("now", "{}")]), mark[
+                :length
+            ]
+
+
 @pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS if name != "pythonic"])
 @settings(max_examples=40)
 @given(data=st.data(), calls=CALLS, ensure_ascii=st.booleans())
@@ -143,6 +153,7 @@ def test_calls_are_read_out_of_any_pieces(
     assert read(tool_format, data.draw(cut(text))) == whole
 
 
+@settings(max_examples=40)
 @given(data=st.data(), calls=st.lists(st.tuples(st.sampled_from(["weather", "now"]), NAMED_ARGUMENTS), min_size=1))
 def test_pythonic_calls_are_read_out_of_any_pieces(
     data: st.DataObject, calls: list[tuple[str, dict[str, Any]]]
@@ -157,7 +168,7 @@ def test_pythonic_calls_are_read_out_of_any_pieces(
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data(), pieces=st.lists(st.sampled_from([*ALL_MARKERS, "weather", "(", ")"]) | PLAIN, max_size=6))
 def test_whatever_a_model_writes_the_pieces_change_nothing_and_nothing_without_a_call_is_lost(
     tool_format: str, data: st.DataObject, pieces: list[str]
@@ -263,6 +274,7 @@ def test_a_marker_where_no_json_has_it_does_not_become_an_argument() -> None:
 
 
 @pytest.mark.parametrize("reasoning", REASONING_FORMATS)
+@settings(max_examples=40)
 @given(data=st.data(), thought=PLAIN.map(str.strip), answer=PLAIN.map(str.strip), is_opened=st.booleans())
 @example(data=None, thought="", answer="Hi", is_opened=True)
 def test_reasoning_is_told_apart_in_any_pieces(

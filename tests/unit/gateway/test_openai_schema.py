@@ -474,3 +474,31 @@ def test_every_parameter_of_openais_client_is_known() -> None:
 
     assert len(names) > 30
     assert unknown == set()
+
+
+def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
+    members = b'{"logit_bias":{' + b",".join(b'"%d":1' % index for index in range(70_000)) + b"}}"
+    values = b'{"prompt":[' + b"1," * 600_000 + b"1]}"
+
+    for raw in (members, values):
+        with pytest.raises(InvalidRequest, match=r"at most 65536|more than 524288"):
+            parse_json(raw)
+
+
+def test_a_text_that_holds_json_has_no_members() -> None:
+    text = orjson.dumps({"a": 1}).decode() * 70_000
+
+    assert parse_json(orjson.dumps({"prompt": text})) == {"prompt": text}
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused_by_name() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(400):
+        schema = {"type": "object", "properties": {"a": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    function = {"type": "function", "function": {"name": "deep", "parameters": schema}}
+
+    for fields in ({"response_format": form}, {"tools": [function]}):
+        with pytest.raises(InvalidRequest, match="nested too deep") as refused:
+            parse(**fields)
+        assert refused.value.param is not None

@@ -219,10 +219,12 @@ def is_told_in_words(name: str, field: str, value: Any) -> bool:
             return '"name": ' in text and '"name": "f"' not in text
         case "messages":
             # Calls and their results have their places.
-            return name in ("MessagesBody", "CountTokensBody") and ('"tool_' in text or '"thinking"' in text)
+            if name in ("MessagesBody", "CountTokensBody"):
+                return '"tool_' in text or '"thinking"' in text
+            return '"role": "tool"' in text
         case "input":
-            # Arguments are a JSON object.
-            return '"function_call"' in text
+            # Arguments are a JSON object, and results answer calls.
+            return '"function_call' in text
         case "thinking" | "reasoning":
             # This model does not reason.
             return isinstance(value, dict) and not (

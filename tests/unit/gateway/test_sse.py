@@ -123,3 +123,32 @@ async def test_a_client_that_leaves_ends_the_writing(server: Server) -> None:
         await server.has_ended.wait()
 
     assert isinstance(server.error, ConnectionError | asyncio.CancelledError)
+
+
+async def test_events_written_at_once_end_where_the_connection_is_full_and_all_arrive(server: Server) -> None:
+    payload, num_written = b"x" * 10_000, 0
+
+    async def write(writer: SseWriter) -> web.StreamResponse:
+        nonlocal num_written
+        assert not writer.is_clear
+        await writer.send(event(b"{}"))
+        while writer.is_clear and num_written < 10_000:
+            writer.write_now(event(payload))
+            num_written += 1
+        return await writer.finish(event(b"[]"))
+
+    server.write = write
+    reader, connection = await server.get()
+    raw = await reader.readuntil(b"\r\n\r\n")
+    while not raw.endswith(b"data: [DONE]\n\n"):
+        raw += await read_chunk(reader)
+    connection.close()
+
+    assert 0 < num_written < 10_000
+    assert raw.count(event(payload)) == num_written
+
+
+async def read_chunk(reader: asyncio.StreamReader) -> bytes:
+    """Read one chunk of a chunked body, as it was written."""
+    size = int(await reader.readline(), 16)
+    return (await reader.readexactly(size + 2))[:-2]

@@ -65,7 +65,7 @@ async def test_messages_become_token_ids_and_a_salted_hash_chain(
 async def test_a_long_text_does_not_hold_up_short_ones(text: TextPreparation) -> None:
     long = request(messages=[{"role": "user", "content": "word " * 300_000}])
 
-    long_prompt = asyncio.create_task(prepare(text, long, cache_salt=b"", max_model_len=8192))
+    long_prompt = asyncio.create_task(prepare(text, long, cache_salt=b"", max_model_len=1_000_000))
     await asyncio.sleep(0)
     short_prompt = asyncio.create_task(prepare(text, request(), cache_salt=b"", max_model_len=8192))
     done, _ = await asyncio.wait({long_prompt, short_prompt}, return_when=asyncio.FIRST_COMPLETED)
@@ -226,3 +226,28 @@ async def test_a_conversation_need_not_open_the_next_turn(text: TextPreparation)
 
     assert opened.token_ids[: len(closed.token_ids)] == closed.token_ids
     assert len(opened.token_ids) > len(closed.token_ids)
+
+
+async def test_megabytes_that_cannot_fit_are_refused_without_tokenizing(
+    text: TextPreparation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object, **__: object) -> list[int]:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(type(text.model_text.tokenizer), "encode", encode)
+    monkeypatch.setattr(type(text.model_text.tokenizer), "encode_protected", encode)
+    words = "the quick brown fox " * 200_000
+
+    for prompt in (TextPrompt(words), ChatPrompt((ChatMessage("user", words),))):
+        with pytest.raises(ContextLengthExceeded) as refused:
+            await text.prepare([prompt], options(), cache_salt=b"", max_model_len=8192, prompt_field="input")
+        assert "at least 4938" in refused.value.message
+        assert refused.value.param == "input"
+
+
+async def test_what_a_template_may_drop_is_tokenized_before_it_is_refused(text: TextPreparation) -> None:
+    blank = ChatPrompt((ChatMessage("assistant", "a" * 700_000), ChatMessage("user", " " * 700_000)))
+
+    prepared = await text.prepare([blank], options(), cache_salt=b"", max_model_len=8192)
+
+    assert len(prepared.prompts[0].token_ids) > 8192

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from libs.obs.metrics import GatewayMetrics
 from libs.text import ModelText
 from services.gateway.accounting import Ledger, RequestAccount, RequestIdentity
-from services.gateway.answer_format import AnswerFormat, AnswerHead, ChoiceDelta
+from services.gateway.answer_format import AnswerFormat, AnswerHead, ChoiceDelta, WholeChoice
 from services.gateway.anthropic_answers import MessageFormat
 from services.gateway.audit import NoAudit
 from services.gateway.engine_streams import EngineStreams
@@ -22,7 +22,7 @@ from services.gateway.openai_answers import ChatFormat
 from services.gateway.openai_text_answers import TextFormat
 from services.gateway.output_text import OutputText
 from services.gateway.text_preparation import PreparedPrompt
-from services.gateway.token_relay import JsonPieces, TokenRelay
+from services.gateway.token_relay import JsonPieces, TokenRelay, WholeRelay
 from tests.fakes.fake_generation_engine import Script
 from tests.unit.gateway.conftest import StartEngine, submission
 from tests.unit.gateway.test_engine_streams import Reader
@@ -80,13 +80,18 @@ def by_relay(answer: AnswerFormat, output: OutputText, steps: Sequence[Sequence[
         assert isinstance(answer, MessageFormat)
         return first + by_the_long_way(answer, output, steps[1:])
     relay = TokenRelay(wire, template, output, account, pieces)
-    assert all(relay.write(step, 5.0) for step in steps[1:])
+    for step in steps[1:]:
+        assert relay.take(step, 5.0)
+        # Some steps are written together.
+        if len(step) == 1:
+            relay.flush()
+    relay.flush()
     assert account.num_completion_tokens == sum(map(len, steps[1:]))
     return first + wire.data
 
 
-@given(data=st.data())
-def test_a_relay_writes_what_the_long_way_writes(model_text: ModelText, data: st.DataObject) -> None:
+def draw_steps(model_text: ModelText, data: st.DataObject) -> list[list[int]]:
+    """Tokens of difficult text, of bytes and of anything, cut into steps; the first one is a whole word."""
     text = data.draw(st.text(alphabet='a\\"\n\x00 é😀🦜e\u0301<|', max_size=12))
     mixed = model_text.tokenizer.encode(text, allow_special=False)
     others = st.integers(0, 300) | st.integers(0, VOCAB_SIZE + 3)
@@ -96,6 +101,12 @@ def test_a_relay_writes_what_the_long_way_writes(model_text: ModelText, data: st
     for size in sizes:
         steps += [rest[:size]] if rest else []
         rest = rest[size:]
+    return steps
+
+
+@given(data=st.data())
+def test_a_relay_writes_what_the_long_way_writes(model_text: ModelText, data: st.DataObject) -> None:
+    steps = draw_steps(model_text, data)
     options = options_of(skip_special_tokens=data.draw(st.booleans()))
 
     for long, short in zip(formats(options, model_text), formats(options, model_text), strict=True):
@@ -108,6 +119,22 @@ def test_a_relay_writes_what_the_long_way_writes(model_text: ModelText, data: st
         assert outputs[0].take([], None) == outputs[1].take([], None)
 
 
+@given(data=st.data())
+def test_a_whole_answer_has_what_the_long_way_gives(model_text: ModelText, data: st.DataObject) -> None:
+    steps, options = draw_steps(model_text, data), options_of()
+    outputs = [OutputText(model_text.tokenizer, options) for _ in range(2)]
+    long, short, account = WholeChoice(), WholeChoice(), new_account()
+    relay = WholeRelay(short, outputs[1], account)
+
+    for step in steps:
+        long.add(ChoiceDelta(0, outputs[0].take(step, None)))
+        assert relay.take(step, 5.0)
+        relay.flush()
+
+    assert short == long
+    assert account.num_completion_tokens == outputs[1].num_tokens == outputs[0].num_tokens
+
+
 def test_a_full_connection_takes_no_token(model_text: ModelText) -> None:
     options = options_of()
     (answer, *_) = formats(options, model_text)
@@ -118,7 +145,8 @@ def test_a_full_connection_takes_no_token(model_text: ModelText) -> None:
     relay = TokenRelay(wire, template, output, account, JsonPieces(model_text.tokenizer))
     wire.is_clear = False
 
-    assert not relay.write([8], 5.0)
+    assert not relay.take([8], 5.0)
+    relay.flush()
 
     assert wire.data == b""
     assert (output.num_tokens, account.num_completion_tokens) == (1, 0)
@@ -138,13 +166,18 @@ class Bucket:
 
     def __init__(self, size: int) -> None:
         self.token_ids: list[int] = []
+        self.is_flushed = True
         self._size = size
 
-    def write(self, token_ids: Sequence[int], now: float) -> bool:
+    def take(self, token_ids: Sequence[int], now: float) -> bool:
         if len(self.token_ids) + len(token_ids) > self._size:
             return False
         self.token_ids += token_ids
+        self.is_flushed = False
         return True
+
+    def flush(self) -> None:
+        self.is_flushed = True
 
 
 async def test_what_a_relay_refuses_comes_to_the_reader_in_order(
@@ -159,6 +192,7 @@ async def test_what_a_relay_refuses_comes_to_the_reader_in_order(
     step = await reader.next_step()
 
     assert bucket.token_ids == [1, 2, 3, 4]
+    assert bucket.is_flushed
     assert step.token_ids == [5, 6, 7, 8, 9, 10]
     assert step.end is not None
     assert reader.request.num_received_tokens == 10

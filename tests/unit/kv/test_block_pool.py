@@ -105,6 +105,7 @@ def test_never_evicts_what_is_held() -> None:
 
 
 def test_evicted_hash_misses_after_its_block_was_filled_again() -> None:
+    """SKV-09 of the known faults."""
     pool = BlockPool(1)
     pool.release(_cached(pool, 1, first=0))
 
@@ -182,6 +183,7 @@ def test_changes_name_a_prefix_that_moved_in_both_lists() -> None:
 
 
 def test_same_victims_as_an_ordered_dictionary_over_ten_thousand_operations() -> None:
+    """SKV-09 of the known faults."""
     draw = random.Random(9)
     pool, naive = BlockPool(24), NaiveBlockPool(24)
     tables: list[list[int]] = []

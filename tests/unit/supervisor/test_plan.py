@@ -225,3 +225,10 @@ def test_probes_a_wildcard_address_on_the_loopback_and_prints_what_was_asked_for
 
     assert plan.base_url == "http://[::]:8000"
     assert getattr(_process(plan, "gateway").probe, "host", None) == "::1"
+
+
+def test_gateway_processes_are_one_process_of_the_plan_that_starts_them() -> None:
+    several = _plan("--gateway-processes", "3")
+
+    assert "--gateway-processes=3" in _process(several, "gateway").command
+    assert len(several.processes) == len(_plan().processes)

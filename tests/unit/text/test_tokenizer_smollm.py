@@ -126,3 +126,12 @@ def test_threads_get_the_same_ids_as_one_caller_alone(tokenizer: Tokenizer) -> N
         results = list(pool.map(encode_all, range(8)))
 
     assert all(result == alone for result in results)
+
+
+@given(text=st.text(alphabet=" \t\n=-a<|im_end|>é😀", max_size=400) | st.text(max_size=80))
+def test_a_text_never_has_fewer_tokens_than_is_said_beforehand(smollm: ModelText, text: str) -> None:
+    tokenizer = smollm.tokenizer
+
+    for allow_special in (False, True):
+        assert len(tokenizer.encode(text, allow_special=allow_special)) >= tokenizer.min_num_tokens(text)
+    assert tokenizer.min_num_tokens(text) >= len(text.encode()) / 81

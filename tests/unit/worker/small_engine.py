@@ -112,7 +112,7 @@ class SmallEngine:
         draft: Callable[[int, Running], Sequence[int]] = lambda slot, sequence: (),
     ) -> None:
         self.num_accepted_drafts = 0
-        self._draft = draft
+        self.draft = draft
         self._runner = runner
         self._block_size = model.block_size
         self._free = np.random.default_rng(seed).permutation(model.num_blocks).tolist()
@@ -156,7 +156,7 @@ class SmallEngine:
                 sequence.is_known = True
             count = min(max_tokens_each, len(sequence.token_ids) - sequence.num_computed_tokens)
             if sequence.num_computed_tokens + count == len(sequence.token_ids):
-                drafts[slot] = self._draft(slot, sequence)
+                drafts[slot] = self.draft(slot, sequence)
             total = count + len(drafts.get(slot, ()))
             num_blocks = -(-(sequence.num_computed_tokens + total) // self._block_size)
             blocks = [self._free.pop() for _ in range(num_blocks - len(sequence.block_ids))]

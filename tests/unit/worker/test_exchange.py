@@ -55,7 +55,11 @@ def test_counts_of_meetings_wrap_around() -> None:
     arrivals = ranks[0].memory[: 4 * 64].view(np.uint32).reshape(4, 16)[1:, 0]
     arrivals[:] = 2**32 - 3
 
-    on_all_ranks(3, lambda rank: [ranks[rank].meet() for _ in range(6)])
+    def meet_six_times(rank: int) -> None:
+        for _ in range(6):
+            ranks[rank].meet()
+
+    on_all_ranks(3, meet_six_times)
 
     assert arrivals.tolist() == [3, 3, 3]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from services.worker.rendezvous import form_group
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="needs Linux: memfd and abstract sockets"
 )
+
+ResultT = TypeVar("ResultT")
 
 _SPAWN = multiprocessing.get_context("spawn")
 # Much longer than what the end of a process takes to be heard.
@@ -54,7 +57,7 @@ def formed(*memberships: Membership) -> list[RankGroup]:
         return list(threads.map(lambda member: form_group(member, never_mind), memberships))
 
 
-def together(groups: list[RankGroup], work: Callable[[RankGroup], object]) -> list[object]:
+def together(groups: list[RankGroup], work: Callable[[RankGroup], ResultT]) -> list[ResultT]:
     with ThreadPoolExecutor(len(groups)) as threads:
         return list(threads.map(work, groups))
 
@@ -85,7 +88,7 @@ def test_ranks_share_memory_and_the_smallest_number_of_blocks(group_id: str) -> 
         return group.exchange.add(np.full((2, 8), 10.0**group.exchange.rank, dtype=np.float32))
 
     for total in together(groups, add):
-        np.testing.assert_array_equal(total, np.full((2, 8), 111.0))  # type: ignore[arg-type]
+        np.testing.assert_array_equal(total, np.full((2, 8), 111.0))
     assert [group.num_blocks for group in groups] == [98, 98, 98]
     for group in groups:
         group.leave()

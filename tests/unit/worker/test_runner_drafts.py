@@ -66,7 +66,7 @@ def outputs(
     return engine.run_until(NUM_TOKENS, max_tokens_each), engine
 
 
-@pytest.mark.parametrize("num_right", [0, 2, 6])
+@pytest.mark.parametrize("num_right", [0, 4])
 def test_drafts_change_no_token(loaded: tuple[ModelRunner, LoadedModel], num_right: int) -> None:
     expected, _ = outputs(loaded, lambda slot, sequence: [])
 

@@ -213,5 +213,9 @@ def test_a_load_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
         "max_num_batched_tokens": 64,
     }
 
+    request = worker_pb2.LoadModelRequest()
+    for name, value in (values | changes).items():
+        setattr(request, name, value)
+
     with pytest.raises(InvalidRequest):
-        wire.load_request_of(worker_pb2.LoadModelRequest(**(values | changes)))
+        wire.load_request_of(request)
