@@ -4,9 +4,9 @@ Measures memory bandwidth and the rate of products in registers (before, between
 counts, all are printed), then decode steps and prefills of the model in each number format of its weights, each
 beside its floor: ``max(weight bytes / bandwidth, operations / peak) + KV bytes / bandwidth``. Operations and bytes
 are counted by the worker's own ``WorkCounter``. With ``--torch`` the same steps are timed by torch as well. Blocks
-lie at random addresses, as they do after a while of serving. Times are the best of several; another process that
-wants a core makes all threads wait for the one that it displaces. A plot of times and floors is written to
-``--plot``.
+lie at random addresses, as they do after a while of serving. Times are the best of several. With ``--busy N`` the
+steps are timed once more while N processes want a core now and then (``scripts.busy_neighbours``), and the mean is
+given as ``busy_ms``. A plot of times and floors is written to ``--plot``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from libs.text import resolve_model_path
+from scripts.busy_neighbours import busy_neighbours
 from scripts.octavo_under_test import REPOSITORY, cpu_model
 from services.worker.config import Quantization, WorkerConfig
 from services.worker.forward_pass import ForwardPass, TorchForwardPass
@@ -49,6 +50,7 @@ WEIGHT_TYPES = {"bfloat16": Quantization.NONE, "int8": Quantization.INT8}
 _DTYPE = torch.bfloat16
 _PROBE_BYTES = 256 * 2**20
 _PROBE_ROUNDS = 3
+_NEIGHBOURS_START_SECONDS = 0.2
 _MIN_REPEATS, _MAX_REPEATS = 3, 200
 
 
@@ -72,13 +74,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A step with its time; ``torch_ms`` only where torch was timed too."""
+    """A step with its time; ``torch_ms`` and ``busy_ms`` only where those were timed too."""
 
     weight_type: str
     step: Step
     work: StepWork
     ms: float
     torch_ms: float | None
+    busy_ms: float | None
 
 
 class Probes:
@@ -132,6 +135,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=WorkerConfig().num_threads_used)
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each step measured")
     parser.add_argument("--torch", action="store_true", help="time torch's forward pass beside each step")
+    parser.add_argument("--busy", type=int, default=0, help="processes beside which each step is timed again")
     plot = REPOSITORY / "build" / "bench-worker.png"
     parser.add_argument("--plot", type=Path, default=plot, help="file of the plot; an empty one writes none")
     return parser.parse_args()
@@ -162,8 +166,12 @@ def _measure(
         probes.take(native.native_model)
         batch = make_batch(step.num_sequences, step.context, step.num_tokens_each, blocks)
         times = [_best_ms(partial(_step, forward_pass, batch), options.seconds) for forward_pass in passes]
-        timed.append(Timed(weight_type, step, counter.work_of(batch), times[0], times[1] if times[1:] else None))
+        busy_ms = _busy_ms(partial(_step, native, batch), options) if options.busy else None
+        timed.append(
+            Timed(weight_type, step, counter.work_of(batch), times[0], times[1] if times[1:] else None, busy_ms)
+        )
         beside = f", torch {times[1]:.2f} ms" if times[1:] else ""
+        beside += "" if busy_ms is None else f", beside busy processes {busy_ms:.2f} ms"
         print(f"{weight_type}, {step}: {times[0]:.2f} ms{beside}", flush=True)
     probes.take(native.native_model)
     return timed
@@ -198,8 +206,8 @@ def _result(timed: Sequence[Timed], probes: Probes, options: argparse.Namespace)
 
 def _times(timed: Timed, probes: Probes) -> dict[str, float]:
     floor_ms = 1e3 * timed.work.floor_seconds(probes.limits(timed.weight_type))
-    times = {"ms": round(timed.ms, 3), "floor_ms": round(floor_ms, 3)}
-    return times if timed.torch_ms is None else times | {"torch_ms": round(timed.torch_ms, 3)}
+    times = {"ms": timed.ms, "floor_ms": floor_ms, "torch_ms": timed.torch_ms, "busy_ms": timed.busy_ms}
+    return {name: round(ms, 3) for name, ms in times.items() if ms is not None}
 
 
 def _share_of_peak(timed: Timed, probes: Probes) -> float:
@@ -243,6 +251,18 @@ def _best_ms(work: Callable[[], object], seconds: float) -> float:
         if repeat + 1 >= _MIN_REPEATS and end - begun > seconds:
             break
     return best * 1e3
+
+
+@torch.inference_mode()
+def _busy_ms(work: Callable[[], object], options: argparse.Namespace) -> float:
+    """Return the mean time of some steps beside busy processes."""
+    with busy_neighbours(options.busy):
+        time.sleep(_NEIGHBOURS_START_SECONDS)
+        started, num_steps = time.perf_counter(), 0
+        while num_steps < _MIN_REPEATS or time.perf_counter() - started < options.seconds:
+            work()
+            num_steps += 1
+        return (time.perf_counter() - started) / num_steps * 1e3
 
 
 def _reader(source: WeightSource) -> WeightReader:

@@ -311,6 +311,6 @@ def _num_uncertain(text: str, marker: str) -> int:
 
 
 def _without_marker(rest: str, markers: Collection[str]) -> str:
-    """Return the end of a text after a call: nothing where it is only the beginning of a marker."""
-    rest = rest.rstrip()
-    return "" if any(marker.startswith(rest.lstrip()) for marker in markers) else rest
+    """Return the end of a text after a call, without white space and the beginning of a marker behind it."""
+    num_uncertain = max(_num_uncertain(rest, marker) for marker in markers)
+    return rest[: len(rest) - num_uncertain].rstrip()
