@@ -98,8 +98,10 @@ class _SendStamps:
             started_time = self._started.pop(first.handle, None)
             if started_time is not None:
                 first.since_started_duration.CopyFrom(duration_from_seconds(now - started_time))
-        for handle in (*(end.handle for end in message.finished), *(end.handle for end in message.failed)):
-            self._started.pop(handle, None)
+        for finished in message.finished:
+            self._started.pop(finished.handle, None)
+        for failed in message.failed:
+            self._started.pop(failed.handle, None)
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
