@@ -214,7 +214,7 @@ def _is_receipt_of(request_id: str, event: dict[str, Any]) -> bool:
 async def test_a_reader_that_does_not_read_is_the_reason_of_its_stall(stand: Stand) -> None:
     # The first write is the prompt a hundred times, which no buffer holds.
     body = {"model": MODEL_NAME, "prompt": "word " * 7000, "echo": True, "n": 100, "stream": True, "timings": True}
-    raw = await _read_late(stand.gateway.base_url, json.dumps(body).encode(), delay_seconds=0.7)
+    raw = await _read_late(stand.gateway.base_url, json.dumps(body).encode(), delay_seconds=2.0)
 
     receipt = events_of(raw)[-2]["timings"]
     assert check_sum(receipt)["write_blocked"] > 200_000
