@@ -231,7 +231,7 @@ class _Planner:
             # A try costs nothing on this machine, and the first request waits for the watch.
             "watch-backoff-max-seconds": "0.2",
         }
-        return self._grpc_process("router", "router", flags, StopStage.ROUTER, 5.0, needs_redis=True)
+        return self._grpc_process("router", "router", flags, StopStage.ROUTER, 15.0, needs_redis=True)
 
     def _telemetry(self) -> ProcessPlan:
         flags = {

@@ -301,7 +301,7 @@ async def test_sigterm_finishes_streams_and_flushes_every_row(running_octavo: St
         exit_code = octavo.wait_for_exit()
 
     assert end == "done"
-    assert exit_code == 0
+    assert exit_code == 0, octavo.stderr_tail()
     with start_octavo(octavo.data_dir, *STUB) as again:
         rows = audit_rows(again, at_least=1)
     assert [row["status"] for row in rows] == ["length"]
