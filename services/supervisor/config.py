@@ -80,7 +80,10 @@ class UpConfig:
         30.0, "How long gateways may take at the end to finish their streams.", unit="seconds"
     )
     worker_silence_seconds: float = setting(
-        30.0, "A worker that answers nothing for so long is killed and started again.", unit="seconds"
+        30.0,
+        "A worker that answers nothing for so long is killed and started again; longer than "
+        "worker.drain_grace_seconds, because one that drains takes no calls.",
+        unit="seconds",
     )
     max_restarts_per_minute: int = setting(
         12, "Restarts of one process within a minute after which everything is stopped."

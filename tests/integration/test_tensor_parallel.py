@@ -23,10 +23,12 @@ from tests.unit.worker.kernels.native_models import needs_kernels
 pytestmark = needs_kernels
 
 RANK_0, RANK_1 = "worker-0-0", "worker-0-1"
-EXCHANGE_SECONDS, SILENCE_SECONDS = 2, 6
+# A worker that drains takes no calls, so it must have ended before it counts as silent.
+EXCHANGE_SECONDS, DRAIN_SECONDS, SILENCE_SECONDS = 2, 3, 6
 FLAGS = (
     *("--tensor-parallel-size", "2"),
     *("--set", f"worker.exchange_timeout_seconds={EXCHANGE_SECONDS}"),
+    *("--set", f"worker.drain_grace_seconds={DRAIN_SECONDS}"),
     *("--set", "worker.kv_cache_memory=128MiB"),
     *("--worker-silence-seconds", str(SILENCE_SECONDS)),
     *("--max-restarts-per-minute", "30"),
