@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
+
 from hypothesis import HealthCheck, settings
+
+_END_SECONDS = 60
+
+
+def pytest_unconfigure() -> None:
+    """Say what keeps this process alive after its last test, and end it, instead of waiting for ever."""
+    faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=sys.__stderr__)
+
 
 # A busy machine is slow for seconds, which says nothing of what is tested.
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

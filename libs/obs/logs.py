@@ -37,8 +37,11 @@ def configure_logging(tier: str, instance_id: str, level: str = "info", *, strea
     structlog.contextvars.bind_contextvars(tier=tier, instance_id=instance_id)
 
 
-class _LossyLogger(structlog.PrintLogger):
-    """Prints lines, or loses them where nobody reads them any more: no request fails for the want of a log."""
+class _LossyLogger(structlog.WriteLogger):
+    """Writes lines, or loses them where nobody reads them any more: no request fails for the want of a log.
+
+    A line and its end are one write, so that processes which share a stderr never write into each other's lines.
+    """
 
     def msg(self, message: str) -> None:
         with suppress(OSError):

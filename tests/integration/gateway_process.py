@@ -98,6 +98,14 @@ class open_stand:  # Reads as the context manager that it is.
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Stand:
+        try:
+            return await self._start()
+        except BaseException:
+            # Servers that nobody stops keep this process from ending.
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> Stand:
         model_text = load_model_text(self._model_path)
         engine = FakeGenerationEngine(tokenizer_digest=model_text.tokenizer_digest)
         router, telemetry = FakeRouter([engine]), FakeTelemetry()

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import structlog
+
+from libs.obs import configure_logging, get_logger
 
 _PROGRAM = """
 import sys
@@ -33,3 +41,36 @@ def test_a_process_goes_on_when_nobody_reads_its_log() -> None:
         process.stdin.close()
 
         assert process.stdout.read() == b"went on\n"
+
+
+class WritesSeen(io.StringIO):
+    """A stream that keeps what each write brought."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return len(text)
+
+
+def test_a_line_is_one_write_so_that_processes_with_one_stderr_do_not_mix_theirs() -> None:
+    stream = WritesSeen()
+    with configuration_kept():
+        configure_logging("gateway", "gateway-0", stream=stream)
+        get_logger("test").info("first", number=1)
+        get_logger("test").warning("second")
+
+    assert [json.loads(line)["event"] for line in stream.writes] == ["first", "second"]
+    assert all(line.endswith("}\n") for line in stream.writes)
+
+
+@contextmanager
+def configuration_kept() -> Iterator[None]:
+    before = structlog.get_config()
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+        structlog.contextvars.clear_contextvars()
