@@ -20,6 +20,7 @@ PrefixHash = NewType("PrefixHash", bytes)
 HASH_ALGORITHM = "sha256-u32le"
 HASH_BYTES = 32
 
+_ID_BYTES = 4
 _ROOT = PrefixHash(bytes(HASH_BYTES))
 _SALT_TAG = b"octavo.cache_salt\x00"
 
@@ -53,29 +54,32 @@ class PrefixHasher:
     cache_salt: bytes = b""
     shared_prefix: SharedPrefix | None = None
 
-    def block_hash(
-        self, index: int, parent: PrefixHash | None, block_token_ids: npt.NDArray[np.uint32]
-    ) -> PrefixHash:
-        """Hash the full block ``index`` of ``[block_size]`` ids after ``parent``; the first block has none."""
-        digest = hashlib.sha256(_ROOT if parent is None else parent)
-        if salt := self._salt_entering_at(index):
-            # The length makes the encoding unambiguous.
-            digest.update(_SALT_TAG + len(salt).to_bytes(4, "little") + salt)
-        digest.update(block_token_ids.astype("<u4", copy=False).tobytes())
-        return PrefixHash(digest.digest())
-
     def extend(self, chain: list[PrefixHash], token_ids: npt.NDArray[np.uint32], num_tokens: int) -> None:
         """Append to ``chain`` the hashes of the full blocks among the first ``num_tokens`` ids that it lacks."""
-        for index in range(len(chain), num_tokens // self.block_size):
-            parent = chain[index - 1] if index else None
-            start = index * self.block_size
-            chain.append(self.block_hash(index, parent, token_ids[start : start + self.block_size]))
+        first, last = len(chain), num_tokens // self.block_size
+        parent = chain[-1] if chain else _ROOT
+        raw = _little_endian(token_ids[first * self.block_size : last * self.block_size])
+        num_bytes = self.block_size * _ID_BYTES
+        for index in range(first, last):
+            start = (index - first) * num_bytes
+            parent = self._block_hash(index, parent, raw[start : start + num_bytes])
+            chain.append(parent)
+
+    def _block_hash(self, index: int, parent: PrefixHash, raw_token_ids: bytes) -> PrefixHash:
+        salt = self._salt_entering_at(index)
+        # The length makes the encoding unambiguous.
+        tagged = _SALT_TAG + len(salt).to_bytes(4, "little") + salt if salt else b""
+        return PrefixHash(hashlib.sha256(parent + tagged + raw_token_ids).digest())
 
     def _salt_entering_at(self, index: int) -> bytes:
         num_shared = self.shared_prefix.num_blocks if self.shared_prefix else 0
         if index == num_shared:
             return self.cache_salt
         return self.shared_prefix.salt if self.shared_prefix and index == 0 else b""
+
+
+def _little_endian(token_ids: npt.NDArray[np.uint32]) -> bytes:
+    return token_ids.astype("<u4", copy=False).tobytes()
 
 
 def prefix_hashes(

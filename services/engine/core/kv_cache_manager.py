@@ -179,20 +179,25 @@ class KVCacheManager:
         """
         table = self._table
         num_full = num_computed_tokens // self.block_size
-        committed: dict[int, list[PrefixHash]] = {}
-        for index in np.flatnonzero(num_full > table.num_committed_blocks[slots]).tolist():
-            slot, last = int(slots[index]), int(num_full[index])
-            first = int(table.num_committed_blocks[slot])
-            table.num_committed_blocks[slot] = last
-            if self._enable_prefix_caching:
-                sequence = table.sequence_at(slot)
-                self._hasher(sequence).extend(sequence.prefix_hashes, table.token_ids[slot], last * self.block_size)
-                committed[sequence.handle] = sequence.prefix_hashes[first:last]
-                for block, prefix_hash in zip(
-                    table.block_table[slot, first:last].tolist(), committed[sequence.handle], strict=True
-                ):
-                    self._pool.store(block, prefix_hash)
-        return committed
+        is_longer = num_full > table.num_committed_blocks[slots]
+        longer, lasts = slots[is_longer], num_full[is_longer]
+        firsts = table.num_committed_blocks[longer]
+        table.num_committed_blocks[longer] = lasts
+        if not self._enable_prefix_caching:
+            return {}
+        return {
+            table.sequence_at(slot).handle: self._store(slot, first, last)
+            for slot, first, last in zip(longer.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
+        }
+
+    def _store(self, slot: int, first: int, last: int) -> list[PrefixHash]:
+        """Make the blocks from ``first`` to before ``last`` of a row findable; returns their hashes."""
+        table, sequence = self._table, self._table.sequence_at(slot)
+        self._hasher(sequence).extend(sequence.prefix_hashes, table.token_ids[slot], last * self.block_size)
+        hashes = sequence.prefix_hashes[first:last]
+        for block, prefix_hash in zip(table.block_table[slot, first:last].tolist(), hashes, strict=True):
+            self._pool.store(block, prefix_hash)
+        return hashes
 
     def free(self, slot: int) -> None:
         """Give back all blocks of a row."""

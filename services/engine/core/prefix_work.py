@@ -26,12 +26,12 @@ class PrefixWork:
             # Reversed, so that what is done is popped from the end.
             self._hashes_of[handle] = mine[::-1]
 
-    def finish(self, handle: int, done: set[PrefixHash]) -> list[PrefixHash]:
+    def finish(self, handle: int, computed: SequenceOf[PrefixHash]) -> list[PrefixHash]:
         """Note that blocks are computed; returns those that were waited for, or could have been."""
         mine = self._hashes_of.get(handle)
         if mine is None:
             return []
-        finished: list[PrefixHash] = []
+        done, finished = set(computed), list[PrefixHash]()
         while mine and mine[-1] in done:
             finished.append(mine.pop())
             del self._worker_of[finished[-1]]

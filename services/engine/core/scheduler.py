@@ -317,14 +317,13 @@ class Scheduler:
         assert self._in_flight, f"step {result.step_id} was answered, but none is in flight"
         output, terms = self._in_flight.popleft()
         assert output.step_id == result.step_id, f"step {result.step_id} is not {output.step_id}"
-        self._refuse_surprises(output, result)
+        is_failed = self._find_failed(output, result)
         self._cost_model.note(output.work, result.step_seconds)
         table = self._table
         # Slots whose sequence has left meanwhile are left out, also if it has come back to the same slot.
         is_alive = table.terms[output.slots] == terms
         is_answered = is_alive & output.is_sampled
         table.num_unconfirmed_tokens[output.slots[is_answered]] -= 1
-        is_failed = np.isin(output.slots, [failure.slot for failure in result.failures])
         # A failed sequence was counted a token that never came.
         table.num_tokens[output.slots[is_answered & is_failed]] -= 1
         errors = {failure.slot: failure.error for failure in result.failures}
@@ -588,19 +587,25 @@ class Scheduler:
     def _commit(self, slots: Slots, num_computed_tokens: Counts) -> None:
         """Make full blocks findable and wake those that waited for them."""
         for handle, hashes in self._manager.commit(slots, num_computed_tokens).items():
-            for prefix_hash in self._prefix_work.finish(handle, set(hashes)):
+            for prefix_hash in self._prefix_work.finish(handle, hashes):
                 self._queue.wake(prefix_hash)
 
-    def _refuse_surprises(self, output: SchedulerOutput, result: StepResult) -> None:
+    def _find_failed(self, output: SchedulerOutput, result: StepResult) -> Flags:
+        """Mark the step's sequences that got an error; raises InternalError when the answer is not to this step."""
+        is_failed = np.zeros(len(output.slots), np.bool_)
         failed = [failure.slot for failure in result.failures]
-        expected = output.slots[output.is_sampled & ~np.isin(output.slots, failed)]
-        is_foreign = not np.isin(failed, output.slots).all()
+        is_foreign = False
+        if failed:
+            is_failed = np.isin(output.slots, failed)
+            is_foreign = not np.isin(failed, output.slots).all()
+        expected = output.slots[output.is_sampled & ~is_failed]
         if is_foreign or not np.array_equal(expected, result.slots):
             raise InternalError(
                 f"Step {output.step_id} should have sampled slots {expected.tolist()}, "
                 f"but the worker answered for {result.slots.tolist()} and failed {failed}."
             )
         refuse_wrong_drafts(output, result)
+        return is_failed
 
     def _note_first_tokens(self, slots: Slots, now: float) -> tuple[FirstToken, ...]:
         first_tokens: list[FirstToken] = []
