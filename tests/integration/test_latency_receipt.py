@@ -293,6 +293,7 @@ async def _post(http: aiohttp.ClientSession, body: dict[str, Any]) -> bytes:
         return await response.read()
 
 
+@pytest.mark.slow
 async def test_of_the_real_models_time_next_to_nothing_is_unattributed(running_octavo: StartOctavo) -> None:
     receipts: list[dict[str, Any]] = []
     with running_octavo() as octavo:

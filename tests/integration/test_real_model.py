@@ -82,6 +82,7 @@ async def test_twenty_at_once_give_the_text_of_transformers(running_octavo: Star
     assert all(row["num_preemptions"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 async def test_a_small_budget_and_preemption_change_no_text_and_no_draw(running_octavo: StartOctavo) -> None:
     with running_octavo(*FP32, *FEW_BLOCKS, *SMALL_BUDGET) as octavo:
         async with client_of(octavo) as client:

@@ -163,6 +163,7 @@ def longest_prompts(max_model_len: int) -> dict[str, Request]:
 
 
 @needs_kernels
+@pytest.mark.slow
 async def test_answers_with_speculation_are_those_without(running_octavo: StartOctavo) -> None:
     limits = ("--set", "engine.max_model_len=512")
     requests = {**requests_of_skv_10(), **requests_of_skv_11(8, 4, 2, 24), **longest_prompts(512)}
