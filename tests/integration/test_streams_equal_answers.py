@@ -201,14 +201,12 @@ TOOLS = [
 ]
 
 
-@BOUNDED
-@given(data=st.data())
-async def test_a_chat_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+async def check_chat_with_calls(stand: Stand, data: st.DataObject) -> None:
     num_choices = data.draw(st.integers(1, 2))
     fields = {"messages": QUESTION, "tools": TOOLS, "n": num_choices, "max_tokens": 2000}
-    case = data.draw(cases(tool_outputs(fault_stand.encode), num_choices))
+    case = data.draw(cases(tool_outputs(stand.encode), num_choices))
 
-    stream, whole = await both_ways(fault_stand, CHAT, fields, case, OPENAI_STREAM)
+    stream, whole = await both_ways(stand, CHAT, fields, case, OPENAI_STREAM)
 
     # An id follows from the answer's, so calls are compared by their place.
     for choice in whole["choices"]:
@@ -220,6 +218,19 @@ async def test_a_chat_with_calls(fault_stand: Stand, data: st.DataObject) -> Non
             assert call.pop("id", "call_").startswith("call_")
             call["id"] = ""
     assert_chat_is_whole(events, whole)
+
+
+@BOUNDED
+@given(data=st.data())
+async def test_a_chat_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_chat_with_calls(fault_stand, data)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(data=st.data())
+async def test_many_chats_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_chat_with_calls(fault_stand, data)
 
 
 async def check_text(stand: Stand, data: st.DataObject) -> None:
@@ -316,13 +327,11 @@ def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
 
 
-@BOUNDED
-@given(data=st.data())
-async def test_a_response_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
-    case = data.draw(cases(tool_outputs(fault_stand.encode), 1))
+async def check_response_with_calls(stand: Stand, data: st.DataObject) -> None:
+    case = data.draw(cases(tool_outputs(stand.encode), 1))
     fields = {"input": "Say hi.", "max_output_tokens": 2000, "tools": RESPONSE_TOOLS}
 
-    stream, whole = await both_ways(fault_stand, "/v1/responses", fields, case, {"stream": True})
+    stream, whole = await both_ways(stand, "/v1/responses", fields, case, {"stream": True})
 
     events = named_events(stream.raw)
     last = events[-1]["response"]
@@ -338,11 +347,22 @@ async def test_a_response_with_calls(fault_stand: Stand, data: st.DataObject) ->
 
 @BOUNDED
 @given(data=st.data())
-async def test_a_message_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
-    case = data.draw(cases(tool_outputs(fault_stand.encode), 1))
+async def test_a_response_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_response_with_calls(fault_stand, data)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(data=st.data())
+async def test_many_responses_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_response_with_calls(fault_stand, data)
+
+
+async def check_message_with_calls(stand: Stand, data: st.DataObject) -> None:
+    case = data.draw(cases(tool_outputs(stand.encode), 1))
     fields = {"messages": QUESTION, "max_tokens": 2000, "tools": MESSAGE_TOOLS}
 
-    stream, whole = await both_ways(fault_stand, "/v1/messages", fields, case, {"stream": True})
+    stream, whole = await both_ways(stand, "/v1/messages", fields, case, {"stream": True})
 
     blocks: list[dict[str, Any]] = []
     for event in named_events(stream.raw):
@@ -363,3 +383,16 @@ async def test_a_message_with_calls(fault_stand: Stand, data: st.DataObject) -> 
         else:
             # A call that was cut is told as it came in a stream, and as an object in a whole answer.
             assert complete_object(streamed["written"]) == block["input"]
+
+
+@BOUNDED
+@given(data=st.data())
+async def test_a_message_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_message_with_calls(fault_stand, data)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(data=st.data())
+async def test_many_messages_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_message_with_calls(fault_stand, data)
