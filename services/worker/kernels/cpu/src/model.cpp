@@ -134,12 +134,14 @@ void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, flo
     Buffer inputs((size_t)(num_rows * stride) * sizeof(bf16));
     for (int64_t row = 0; row < rows.num_rows; ++row)
         std::copy_n(rows.data + row * rows.num_columns, rows.num_columns, inputs.as<bf16>() + row * stride);
+    Buffer arranged((size_t)(num_rows * stride) * sizeof(bf16));
     Buffer quantized((size_t)(num_rows * (num_inputs + kQuantizedRowEnd)));
     const size_t rotated_bytes = (size_t)rounded_up(num_inputs * (int64_t)sizeof(float), kAlignment);
     const size_t own_bytes = (size_t)kMaxRowsAtOnce * (size_t)(num_inputs + kQuantizedRowEnd);
     const size_t scratch_stride = (size_t)rounded_up((int64_t)(rotated_bytes + own_bytes), 4096);
     Buffer scratch(scratch_stride * (size_t)num_threads);
     Workspace workspace{};
+    workspace.normed = arranged.as<bf16>();
     workspace.quantized = quantized.as<char>();
     workspace.scratch = scratch.as<char>();
     workspace.scratch_stride = scratch_stride;

@@ -81,7 +81,7 @@ OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& wei
 }
 
 OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t) {
-    return {num_rows, num_panels, divided_up(num_rows, kMaxRows), kChunkTilesOfRows};
+    return {num_rows, num_panels, divided_up(num_rows, kMaxRows), kChunkTilesOfRows, 1};
 }
 OCTAVO_INLINE void begin_products() {}
 OCTAVO_INLINE void end_products() {}
