@@ -361,6 +361,11 @@ void NativeModel::make_tiles(const StepArrays& arrays) {
     std::stable_sort(tiles_.begin(), tiles_.end(), [](const QueryTile& a, const QueryTile& b) {
         return a.first_position / kTileTokens * a.num_queries > b.first_position / kTileTokens * b.num_queries;
     });
+    // Each thread's share begins with long ones, too.
+    std::vector<QueryTile> sorted;
+    sorted.swap(tiles_);
+    for (size_t first = 0; first < (size_t)num_threads_; ++first)
+        for (size_t i = first; i < sorted.size(); i += (size_t)num_threads_) tiles_.push_back(sorted[i]);
 }
 
 void NativeModel::reserve(int64_t num_tokens, int64_t num_sampled_rows) {
