@@ -259,11 +259,9 @@ struct WriteHeads {
     OCTAVO_INLINE void write_values(int row, int kv_head, int first, Vec left, Vec right) const {
         const int64_t slot = step.batch->slot_mapping[row];
         const int head_dim = step.model->shape.head_dim, token = (int)(slot % kTileTokens);
-        bf16* to = tile(slot, kv_head) + kTileTokens * head_dim + (token / 2 * head_dim + first) * 2 + token % 2;
-        alignas(64) bf16 rounded[2 * kLanes];
-        store_bf16(rounded, left);
-        store_bf16(rounded + kLanes, right);
-        for (int i = 0; i < 2 * kLanes; ++i) to[2 * i] = rounded[i];
+        bf16* to = tile(slot, kv_head) + kTileTokens * head_dim + (token / 2 * head_dim + first) * 2;
+        store_bf16_apart(to, token % 2, left);
+        store_bf16_apart(to + 2 * kLanes, token % 2, right);
     }
 };
 
