@@ -79,7 +79,8 @@ bench-worker: install
 bench-ranks: install
 	@GOMP_SPINCOUNT=0 $(BIN)/python -m scripts.bench_ranks $(ARGS)
 
-# BASE and VS are URLs of servers that run; without BASE `octavo up` is started, and VS=vllm starts `vllm serve`.
+# BASE and VS are URLs of servers that run; without BASE `octavo up` is started. VS=vllm, VS=llama.cpp-bf16 and
+# VS=llama.cpp-q8_0 start another server with the same weights.
 bench-serve: install
 	@$(BIN)/python -m scripts.bench_serve --base "$(BASE)" --vs "$(VS)" $(ARGS)
 

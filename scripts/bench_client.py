@@ -39,9 +39,9 @@ def client_python() -> Path:
     if stamp.exists():
         return python
     print(f"Installing {_PACKAGES[0]} into {_FOLDER}; this takes some minutes, once.", file=sys.stderr, flush=True)
-    _run([sys.executable, "-m", "venv", str(_FOLDER)])
-    _run([str(python), "-m", "pip", "install", "-q", *_PACKAGES])
-    _run([str(python), "-m", "pip", "uninstall", "-q", "-y", *_BROKEN_PACKAGES])
+    run_to_its_end([sys.executable, "-m", "venv", str(_FOLDER)])
+    run_to_its_end([str(python), "-m", "pip", "install", "-q", *_PACKAGES])
+    run_to_its_end([str(python), "-m", "pip", "uninstall", "-q", "-y", *_BROKEN_PACKAGES])
     _name_the_distribution(python)
     stamp.touch()
     return python
@@ -109,7 +109,8 @@ def running_client(job_timeout_seconds: float, log: Path) -> Iterator[VllmClient
             process.kill()
 
 
-def _run(command: list[str]) -> None:
+def run_to_its_end(command: list[str]) -> None:
+    """Run a step of an installation; raises ClientUnavailable with the last error when it fails."""
     try:
         finished = subprocess.run(
             command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_SECONDS, check=False

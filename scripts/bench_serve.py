@@ -1,11 +1,11 @@
 """Measure a server over HTTP under an outside client, alone or in turns with another; prints one JSON object last.
 
-``make bench-serve`` starts ``octavo up``; ``BASE=http://…`` measures a server that runs, and ``VS=http://…`` (or
-``VS=vllm``, which starts ``vllm serve`` with the same weights) measures another in the same run: both are asked the
-same requests in turns, first one and then the other, the order reversed in each round. The client is ``vllm bench
-serve`` in an environment of its own (``scripts.bench_client``); where that cannot be had, ``scripts.load_client``
-sends the same kind of load, and the result says so. Ratios above 1 are for BASE: more tokens a second, less time to
-wait.
+``make bench-serve`` starts ``octavo up``; ``BASE=http://…`` measures a server that runs. ``VS=http://…`` (or one
+of ``vllm``, ``llama.cpp-bf16`` and ``llama.cpp-q8_0``, which start these servers with the same weights) measures
+another in the same run: both are asked the same requests in turns, first one and then the other, the order
+reversed in each round. The client is ``vllm bench serve`` in an environment of its own
+(``scripts.bench_client``); where that cannot be had, ``scripts.load_client`` sends the same kind of load, and the
+result says so. Ratios above 1 are for BASE: more tokens a second, less time to wait.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from libs.text import EMBEDDED_MODEL_NAME, load_model_text, resolve_model_path
 from scripts.bench_client import ClientUnavailable, VllmClient, running_client
 from scripts.export_model import export_model
+from scripts.llama_cpp_under_test import running_llama_cpp
 from scripts.load_client import LoadClient, Prompt, PromptMaker, percentile_ms, summary
 from scripts.octavo_under_test import REPOSITORY, cpu_model, running_octavo
 from scripts.server_processes import ServerProcesses, share_of_python_tiers, spent
@@ -36,6 +37,7 @@ from scripts.vllm_under_test import running_vllm
 
 _TIMEOUT_SECONDS = 3_600.0
 _ANSWER_TIMEOUT_SECONDS = 30.0
+_LLAMA_CPP = "llama.cpp-"
 _RATIOS = {
     # Figure, and whether more of it is better.
     "output_tokens_per_second": True,
@@ -182,7 +184,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="", help="URL of the server to measure; empty starts octavo up")
-    parser.add_argument("--vs", default="", help="URL of a server to compare with, or vllm to start vllm serve")
+    parser.add_argument(
+        "--vs", default="", help="URL of a server to compare with, or vllm, llama.cpp-bf16, llama.cpp-q8_0"
+    )
     parser.add_argument("--model", default=EMBEDDED_MODEL_NAME, help="as --model of octavo up; a GGUF file")
     parser.add_argument("--set", action="append", default=[], help="passed to octavo up")
     parser.add_argument("--client", choices=("auto", "vllm", "own"), default="auto")
@@ -218,11 +222,15 @@ def _octavo(options: argparse.Namespace) -> Iterator[Server]:
 
 @contextmanager
 def _other(vs: str, folder: Path, model: Path) -> Iterator[Server]:
-    if vs != "vllm":
+    if vs == "vllm":
+        other = running_vllm(folder, served_model_name=model.stem)
+    elif vs.startswith(_LLAMA_CPP):
+        other = running_llama_cpp(model, vs.removeprefix(_LLAMA_CPP))
+    else:
         yield Server("vs", vs.rstrip("/"))
         return
     started = time.monotonic()
-    with running_vllm(folder, served_model_name=model.stem) as base_url:
+    with other as base_url:
         yield _started("vs", base_url, started)
 
 

@@ -43,7 +43,7 @@ def running_vllm(folder: Path, *, served_model_name: str) -> Iterator[str]:
         subprocess.Popen(command, cwd=REPOSITORY, env=environ, stdout=output, stderr=output) as process,
     ):
         try:
-            _wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
+            wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
@@ -53,7 +53,8 @@ def running_vllm(folder: Path, *, served_model_name: str) -> Iterator[str]:
                 process.kill()
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], base_url: str, log: Path) -> None:
+def wait_until_healthy(process: subprocess.Popen[bytes], base_url: str, log: Path) -> None:
+    """Wait until a server answers ``/health``; raises ClientUnavailable when it ends before or takes too long."""
     deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         try:
@@ -61,4 +62,4 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], base_url: str, log: Pa
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.25)
-    raise ClientUnavailable(f"vllm serve did not become healthy; see {log}.")
+    raise ClientUnavailable(f"{base_url} did not become healthy; {log} says why.")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from libs.errors import InternalError, ModelLoadFailed
-from services.worker import model_runner
+from services.worker import memory_plan
 from services.worker.config import Quantization, WeightsType, WorkerConfig
 from services.worker.kv_cache import MemoryState
 from services.worker.model_runner import TorchRunner
@@ -96,7 +96,7 @@ def test_a_cache_larger_than_memory_is_refused(folder: Path) -> None:
 
 
 def test_weights_larger_than_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "measure_memory", lambda: MemoryState(10**9, 1_000))
+    monkeypatch.setattr(memory_plan, "measure_memory", lambda: MemoryState(10**9, 1_000))
     runner = TorchRunner(WorkerConfig(model=str(folder), kv_cache_memory="1MiB"))
 
     with pytest.raises(ModelLoadFailed, match="only 1000 bytes"):
@@ -112,7 +112,7 @@ def test_weights_are_measured_in_the_format_in_which_they_are_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: Quantization, refusal: str
 ) -> None:
     num_parameters = sum(p.numel() for p in random_llama().parameters())
-    monkeypatch.setattr(model_runner, "measure_memory", lambda: MemoryState(10**9, num_parameters * 3 // 2))
+    monkeypatch.setattr(memory_plan, "measure_memory", lambda: MemoryState(10**9, num_parameters * 3 // 2))
     runner = TorchRunner(WorkerConfig(model=str(folder), kv_cache_memory="1MiB", quantization=quantization))
 
     with pytest.raises(ModelLoadFailed, match=refusal):
