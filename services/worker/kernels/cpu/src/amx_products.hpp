@@ -12,7 +12,7 @@ namespace octavo {
 namespace {
 
 // Inputs that stay in the second-level cache while panels go by, and the sums of a panel that wait beside them.
-constexpr int kChunkBytes = 768 << 10;
+constexpr int kChunkBytes = 960 << 10;
 constexpr int kMaxChunkRows = 512;
 // Inputs of a panel that stay in the first-level cache while rows go by, in steps of `kTileGroups`.
 constexpr int kStepsAtOnce = 10;
@@ -27,11 +27,15 @@ static_assert(kBlockRows == 2 * kTileRows);
 OCTAVO_INLINE void begin_products() { load_shapes(kFullShapes); }
 OCTAVO_INLINE void end_products() { release_tiles(); }
 
-// A chunk of rows is one tile here, and its rows are whole blocks.
-OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t stride) {
-    const int num_blocks = kChunkBytes / (int)stride / kBlockRows;
-    const int rows = at_most((num_blocks > 1 ? num_blocks : 1) * kBlockRows, kMaxChunkRows);
-    return {num_rows, num_panels, divided_up(num_rows, rows), 1, kBlockRows};
+// A chunk of rows is one tile here, and its rows are whole blocks. Of several chunks each thread's share has as many, so
+// that no thread reads rows that another has just written; one chunk is divided by panels, whose reading is what takes the
+// time then.
+OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t stride, int num_threads) {
+    const int max_blocks = at_most(kChunkBytes / (int)stride, kMaxChunkRows) / kBlockRows;
+    const int num_blocks = divided_up(num_rows, kBlockRows);
+    const int num_chunks = divided_up(num_blocks, max_blocks > 1 ? max_blocks : 1);
+    const int even_chunks = num_chunks > 1 ? divided_up(num_chunks, num_threads) * num_threads : 1;
+    return {num_rows, num_panels, at_most(even_chunks, num_blocks), 1, kBlockRows};
 }
 
 // Rows and columns over some steps of inputs, and the rows that come after them, which are fetched into the first-level
