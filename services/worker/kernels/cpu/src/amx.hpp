@@ -28,19 +28,34 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-// With fewer inputs than thirty-two a row is shorter and there are fewer lines of columns.
-constexpr TileShapes shapes_for_inputs(int num_inputs) {
+// With fewer inputs than thirty-two a row is shorter and there are fewer lines of columns. With fewer rows there is less to
+// load, multiply and store; what comes out of a row does not depend on how many there are.
+constexpr TileShapes shapes_for(int num_inputs, int num_rows) {
     TileShapes shapes;
     for (int tile = 0; tile < 8; ++tile) {
         const bool is_row = tile == kFirstRowTile || tile == kFirstRowTile + 1, is_column = tile >= kFirstColumnTile;
         shapes.line_bytes[tile] = (uint16_t)(is_row ? 2 * num_inputs : kTileLineBytes);
-        shapes.rows[tile] = (uint8_t)(is_column ? num_inputs / 2 : kTileRows);
+        shapes.rows[tile] = (uint8_t)(is_column ? num_inputs / 2 : num_rows);
     }
     return shapes;
 }
 
-alignas(64) constexpr TileShapes kFullShapes = shapes_for_inputs(kTileInputs);
-alignas(64) constexpr TileShapes kHalfShapes = shapes_for_inputs(kTileInputs / 2);
+// The shapes for up to sixteen rows.
+struct ShapesByRows {
+    TileShapes of_rows[kTileRows];
+
+    constexpr explicit ShapesByRows(int num_inputs) : of_rows{} {
+        for (int i = 0; i < kTileRows; ++i) of_rows[i] = shapes_for(num_inputs, i + 1);
+    }
+    // Of more rows each tile is full.
+    constexpr const TileShapes& operator()(int num_rows) const {
+        return of_rows[(num_rows < kTileRows ? num_rows : kTileRows) - 1];
+    }
+};
+
+alignas(64) constexpr TileShapes kFullShapes = shapes_for(kTileInputs, kTileRows);
+alignas(64) constexpr ShapesByRows kShapesByRows(kTileInputs);
+alignas(64) constexpr ShapesByRows kHalfShapesByRows(kTileInputs / 2);
 
 // Shapes hold for a thread; loading them clears all tiles.
 OCTAVO_INLINE void load_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
@@ -71,8 +86,12 @@ OCTAVO_INLINE void add_tile_products() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROW), "i"(COLUMN) : "memory");
 }
 
+// Asks for one line in so many bytes: the processor fetches the lines after it by itself. Each that is asked for takes one of
+// the few places for lines under way to a core, which loads need too.
+constexpr int kFetchDistance = 512;
+
 OCTAVO_INLINE void prefetch_lines(const void* from, int num_bytes) {
-    for (int offset = 0; offset < num_bytes; offset += kTileLineBytes) prefetch((const char*)from + offset);
+    for (int offset = 0; offset < num_bytes; offset += kFetchDistance) prefetch((const char*)from + offset);
 }
 
 // Into the first-level cache, unlike `prefetch`.

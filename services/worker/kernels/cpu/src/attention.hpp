@@ -40,7 +40,8 @@ class TileAttention {
         rows_ = weights_ + (ptrdiff_t)max_rows * kChunkTokens;
     }
 
-    // `next`, if there is one, is what this thread will attend to afterwards.
+    // `next`, if there is one, is what this thread will attend to afterwards; where tiles are multiplied, the processor
+    // fetches its keys early enough by itself.
     void run(const bf16* queries, const TileAttention* next) {
         next_ = next;
         copy_queries(queries);
@@ -75,16 +76,6 @@ class TileAttention {
         return cache_ + number * shape_.num_kv_heads * 2 * kTileTokens * shape_.head_dim;
     }
 
-    // From the values of a tile to the keys that will be read a chunk later, of these queries or of the next ones.
-    OCTAVO_INLINE ptrdiff_t distance_to_next_keys(int index) const {
-        const bf16* keys = nullptr;
-        if (index + kChunkTiles < num_tiles_)
-            keys = tile(index + kChunkTiles);
-        else if (next_ && next_->first_tile_ + index % kChunkTiles < next_->num_tiles_)
-            keys = next_->tile(next_->first_tile_ + index % kChunkTiles);
-        return keys ? (const char*)keys - (const char*)(tile(index) + kTileTokens * shape_.head_dim) : 0;
-    }
-
     void copy_queries(const bf16* queries) {
         const int row_values = group_size_ * shape_.head_dim;
         for (int query = 0; query < queries_.num_queries; ++query)
@@ -104,17 +95,13 @@ class TileAttention {
         for (int j = 0; j < TILES; ++j)
             columns[j] = {(const char*)tile(at_most(tiles.first + j, tiles.end - 1)), kTileLineBytes,
                           kTileInputs / 2 * kTileLineBytes};
-        // While keys are scored the values beside them are fetched.
-        if (ROW_TILES == 1 && num_rows_ <= kTileRows)
-            for (const TileView& keys : columns)
-                prefetch_lines(keys.first + kTileTokens * row_bytes, kTileTokens * (int)row_bytes);
         float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
         tile_products<Bfloat16Pairs, ROW_TILES, TILES>((char*)to, kChunkTokens * sizeof(float), false, rows, columns,
                                         shape_.head_dim / kTileInputs, kFetchNothing);
     }
 
     void score(Range tiles) {
-        load_shapes(kFullShapes);
+        load_shapes(kShapesByRows(num_rows_));
         const int num_row_tiles = (num_rows_ + kTileRows - 1) / kTileRows;
         int done = 0;
         for (; done + 2 <= num_row_tiles; done += 2)
@@ -222,7 +209,7 @@ class TileAttention {
 
 #if defined(OCTAVO_AMX)
     // Adds sixteen rows of weighted values in COLUMNS tiles of columns.
-    template <int COLUMNS, bool PREFETCH>
+    template <int COLUMNS>
     __attribute__((noinline)) void add_columns(Range tiles, int first_row, int first_column) {
         char* sums = (char*)sum_at(first_row, first_column);
         const ptrdiff_t sum_stride = (ptrdiff_t)shape_.head_dim * sizeof(float);
@@ -238,8 +225,6 @@ class TileAttention {
             load_tile<kFirstRowTile>(
                 weights_ + (ptrdiff_t)first_row * kChunkTokens + index % kChunkTiles * kTileTokens,
                 kChunkTokens * sizeof(bf16));
-            if constexpr (PREFETCH)
-                prefetch_lines(values + distance_to_next_keys(index), COLUMNS * kTileRows * kTileLineBytes / 2);
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
                 constexpr int j = decltype(column)::value, kColumn = kFirstColumnTile + j % 2;
                 load_tile<kColumn>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
@@ -260,23 +245,29 @@ class TileAttention {
         }
     }
 
-    template <bool PREFETCH>
     void add_rows(Range tiles, int first_row) {
         int column = 0;
         for (; column + kSumTiles * kLanes <= shape_.head_dim; column += kSumTiles * kLanes)
-            add_columns<kSumTiles, PREFETCH>(tiles, first_row, column);
-        if (column < shape_.head_dim) add_columns<kSumTiles / 2, PREFETCH>(tiles, first_row, column);
+            add_columns<kSumTiles>(tiles, first_row, column);
+        if (column < shape_.head_dim) add_columns<kSumTiles / 2>(tiles, first_row, column);
     }
 
     void add_values(Range tiles) {
-        load_shapes(kHalfShapes);
+        load_shapes(kHalfShapesByRows(num_rows_));
         if (tiles.first != first_tile_) correct_sums();
-        if (num_rows_ <= kTileRows)
-            add_rows<true>(tiles, 0);
-        else
-            for (int row = 0; row < num_rows_; row += kTileRows) add_rows<false>(tiles, row);
+        for (int row = 0; row < num_rows_; row += kTileRows) add_rows(tiles, row);
     }
 #else
+    // From the values of a tile to the keys that will be read a chunk later, of these queries or of the next ones.
+    OCTAVO_INLINE ptrdiff_t distance_to_next_keys(int index) const {
+        const bf16* keys = nullptr;
+        if (index + kChunkTiles < num_tiles_)
+            keys = tile(index + kChunkTiles);
+        else if (next_ && next_->first_tile_ + index % kChunkTiles < next_->num_tiles_)
+            keys = next_->tile(next_->first_tile_ + index % kChunkTiles);
+        return keys ? (const char*)keys - (const char*)(tile(index) + kTileTokens * shape_.head_dim) : 0;
+    }
+
     template <int ROWS, int COLUMNS>
     __attribute__((noinline)) void add_columns(Range tiles, int first_row, int first_column) {
         Vec sums[ROWS][COLUMNS];

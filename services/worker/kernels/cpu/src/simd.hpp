@@ -369,6 +369,7 @@ struct Int8Quads {
 };
 
 OCTAVO_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+OCTAVO_INLINE void prefetch_to_write(const void* address) { __builtin_prefetch(address, 1, 3); }
 
 // Adds the products of ROWS rows with COLUMNS vectors of columns. Each sum runs over the groups of inputs in their
 // order, so that it does not depend on how many rows or columns are computed together. Strides are in bytes.

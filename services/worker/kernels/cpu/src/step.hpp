@@ -248,20 +248,40 @@ struct WriteHeads {
         return operation.cache + (slot / kTileTokens * shape.num_kv_heads + kv_head) * 2 * kTileTokens * shape.head_dim;
     }
 
+    // Rows of a decode step go to a tile each, whose lines are far from any cache: they are fetched some rows before.
+    OCTAVO_INLINE int64_t slot_ahead(int row) const {
+        constexpr int kRowsAhead = 4;
+        return step.batch->slot_mapping[at_most(row + kRowsAhead, step.batch->num_tokens - 1)];
+    }
+
+    OCTAVO_INLINE bf16* keys_at(int64_t slot, int kv_head, int first) const {
+        return tile(slot, kv_head) + first * kTileTokens + slot % kTileTokens * 2;
+    }
+
+    // Values of two tokens stand side by side.
+    OCTAVO_INLINE bf16* values_at(int64_t slot, int kv_head, int first) const {
+        const int head_dim = step.model->shape.head_dim, token = (int)(slot % kTileTokens);
+        return tile(slot, kv_head) + kTileTokens * head_dim + (token / 2 * head_dim + first) * 2;
+    }
+
     OCTAVO_INLINE void write_keys(int row, int kv_head, int first, Vec keys) const {
-        const int64_t slot = step.batch->slot_mapping[row];
-        bf16* to = tile(slot, kv_head) + first * kTileTokens + slot % kTileTokens * 2;
+        const int64_t slot = step.batch->slot_mapping[row], ahead = slot_ahead(row);
+        if (ahead / kTileTokens != slot / kTileTokens)
+            for (int i = 0; i < kLanes; i += 2) prefetch_to_write(keys_at(ahead, kv_head, first) + i * kTileTokens);
+        bf16* to = keys_at(slot, kv_head, first);
         alignas(64) bf16 rounded[kLanes];
         store_bf16(rounded, keys);
         for (int i = 0; i < kLanes; i += 2) __builtin_memcpy(to + i * kTileTokens, rounded + i, 4);
     }
 
     OCTAVO_INLINE void write_values(int row, int kv_head, int first, Vec left, Vec right) const {
-        const int64_t slot = step.batch->slot_mapping[row];
-        const int head_dim = step.model->shape.head_dim, token = (int)(slot % kTileTokens);
-        bf16* to = tile(slot, kv_head) + kTileTokens * head_dim + (token / 2 * head_dim + first) * 2;
-        store_bf16_apart(to, token % 2, left);
-        store_bf16_apart(to + 2 * kLanes, token % 2, right);
+        const int64_t slot = step.batch->slot_mapping[row], ahead = slot_ahead(row);
+        if (ahead / kTileTokens != slot / kTileTokens)
+            for (int i = 0; i < 2 * kLanes; i += kLanes) prefetch_to_write(values_at(ahead, kv_head, first) + 2 * i);
+        bf16* to = values_at(slot, kv_head, first);
+        const int token = (int)(slot % 2);
+        store_bf16_apart(to, token, left);
+        store_bf16_apart(to + 2 * kLanes, token, right);
     }
 };
 
