@@ -70,6 +70,9 @@ class WholeCall:
     """One call of a tool; its arguments are JSON, or the beginning of it where the answer was cut."""
 
     name: str
+    # Of the choice's text and of its tokens, what came before it began.
+    num_characters_before: int
+    num_tokens_before: int
     arguments: str = ""
 
 
@@ -102,7 +105,8 @@ class WholeChoice:
         self.num_reasoning_tokens = content.num_reasoning_tokens
         for call in content.calls:
             if call.name is not None:
-                self.calls.append(WholeCall(call.name))
+                num_characters = sum(map(len, self.pieces)) - len(content.text) + call.num_characters_before
+                self.calls.append(WholeCall(call.name, num_characters, len(self.token_ids)))
             self.calls[call.call_index].arguments += call.arguments
 
     @property

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
 import orjson
 
 from libs.errors import OctavoError, spec_of
-from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice, new_call_id
+from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeCall, WholeChoice, new_call_id
 from services.gateway.client_call import Framing
 from services.gateway.event_template import ChunkTemplate
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import ErrorShape, error_body, known_error
-from services.gateway.model_formats.parsed import split_calls
+from services.gateway.model_formats.parsed import CallDelta, in_order
 from services.gateway.partial_json import complete_object
 from services.gateway.sse import named_event
 from services.gateway.text_preparation import PreparedPrompt
@@ -55,7 +56,7 @@ _FRAMING: Final = Framing(ping=_PING, done=b"", error_event=_error_event)
 
 
 class MessageFormat:
-    """One message: a block for its reasoning, for its text and for each call of a tool."""
+    """One message: a block for its reasoning, for each text and for each call of a tool, in their order."""
 
     includes_usage = True
     framing = _FRAMING
@@ -74,23 +75,11 @@ class MessageFormat:
         """Return the beginning of the message with the first delta, what came of its blocks, and their end."""
         content = delta.content
         data = b"" if self._is_begun else self._begin()
-        continued, new_calls = split_calls(content.calls)
-        for call in continued:
-            data += self._block_delta({"type": "input_json_delta", "partial_json": call.arguments})
         if content.reasoning:
             data += self._open({"type": "thinking", "thinking": "", "signature": ""})
             data += self._block_delta({"type": "thinking_delta", "thinking": content.reasoning})
-        if content.text:
-            data += self._open({"type": "text", "text": ""})
-            if self._text_template is None:
-                self._text_template = ChunkTemplate(self._text_delta, name="content_block_delta")
-            data += self._text_template.event_of(content.text)
-        for call in new_calls:
-            if call.name is not None:
-                call_id = new_call_id(self._head, delta.choice_index, call.call_index, prefix="toolu_")
-                data += self._open({"type": "tool_use", "id": call_id, "name": call.name, "input": {}}, is_new=True)
-            else:
-                data += self._block_delta({"type": "input_json_delta", "partial_json": call.arguments})
+        for part in in_order(content.text, content.calls):
+            data += self._text_events(part) if isinstance(part, str) else self._call_events(part)
         if content.finish_reason is not None:
             self._stop = _stop(content.finish_reason, content.stop_string, content.num_calls)
             if not self._num_blocks:
@@ -115,15 +104,36 @@ class MessageFormat:
         content: list[dict[str, Any]] = []
         if choice.reasoning:
             content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
-        if choice.text or not (choice.reasoning or choice.calls):
-            content.append({"type": "text", "text": choice.text})
-        for index, call in enumerate(choice.calls):
-            call_id = new_call_id(self._head, 0, index, prefix="toolu_")
-            # An input is an object also where the answer was cut: what of it is certain.
-            arguments = complete_object(call.arguments)
-            content.append({"type": "tool_use", "id": call_id, "name": call.name, "input": arguments})
+        call_numbers = itertools.count()
+        for part in in_order(choice.text, choice.calls):
+            if isinstance(part, str):
+                content.append({"type": "text", "text": part})
+            else:
+                content.append(self._tool_use(next(call_numbers), part))
+        if not content:
+            content.append({"type": "text", "text": ""})
         stop = _stop(choice.finish_reason, choice.stop_string, len(choice.calls))
         return orjson.dumps(self._message(content, stop, counts))
+
+    def _text_events(self, text: str) -> bytes:
+        data = self._open({"type": "text", "text": ""})
+        if self._text_template is None:
+            self._text_template = ChunkTemplate(self._text_delta, name="content_block_delta")
+        return data + self._text_template.event_of(text)
+
+    def _call_events(self, call: CallDelta) -> bytes:
+        if call.name is None:
+            return self._block_delta({"type": "input_json_delta", "partial_json": call.arguments})
+        block = {"type": "tool_use", "id": self._call_id(call.call_index), "name": call.name, "input": {}}
+        return self._open(block, is_new=True)
+
+    def _tool_use(self, index: int, call: WholeCall) -> dict[str, Any]:
+        # An input is an object also where the answer was cut: what of it is certain.
+        arguments = complete_object(call.arguments)
+        return {"type": "tool_use", "id": self._call_id(index), "name": call.name, "input": arguments}
+
+    def _call_id(self, index: int) -> str:
+        return new_call_id(self._head, 0, index, prefix="toolu_")
 
     def _begin(self) -> bytes:
         self._is_begun = True

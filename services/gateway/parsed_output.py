@@ -5,11 +5,13 @@ Owns the count of reasoning tokens. It must not know which markers a model has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from services.gateway.generation import GenerationFinished
 from services.gateway.model_formats.model_format import AnswerParser
+from services.gateway.model_formats.parsed import CallDelta
 from services.gateway.model_formats.reasoning import ReasoningState
 from services.gateway.output_text import ChoiceOutput, TextDelta
 
@@ -86,7 +88,16 @@ class ParsedOutput:
             [*chain.from_iterable(delta.text_offsets for delta in deltas)],
             last.stop_string,
             reasoning="".join(delta.reasoning for delta in deltas),
-            calls=tuple(chain.from_iterable(delta.calls for delta in deltas)),
+            calls=tuple(_calls_of(deltas)),
             num_calls=self._num_calls,
             num_reasoning_tokens=self._num_reasoning_tokens,
         )
+
+
+def _calls_of(deltas: Sequence[TextDelta]) -> Iterator[CallDelta]:
+    """Give the calls of deltas that are joined, each at its place in the joined text."""
+    num_before = 0
+    for delta in deltas:
+        for call in delta.calls:
+            yield dataclasses.replace(call, num_characters_before=num_before + call.num_characters_before)
+        num_before += len(delta.text)

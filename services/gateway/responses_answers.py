@@ -1,6 +1,6 @@
 """OpenAI's answers of the Responses API: the whole response and the numbered events of a streamed one.
 
-Owns their shape. The output has an item for the reasoning, one for the text and one for each call.
+Owns their shape. The output has an item for the reasoning, one for each text and one for each call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.gateway.client_call import Framing
 from services.gateway.generation import FinishReason
 from services.gateway.http_errors import known_error
 from services.gateway.logprob_shapes import LogprobShapes
-from services.gateway.model_formats.parsed import CallDelta, split_calls
+from services.gateway.model_formats.parsed import CallDelta, in_order
 from services.gateway.responses_schema import FunctionTool, ResponseBody
 from services.gateway.sse import PING, named_event
 
@@ -26,7 +26,7 @@ RESPONSE_ID_PREFIX: Final = "resp_"
 
 
 class ResponseFormat:
-    """One response: an item for its reasoning, for its text and for each call of a function."""
+    """One response: an item for its reasoning, for each text and for each call of a function, in their order."""
 
     includes_usage = True
 
@@ -50,20 +50,17 @@ class ResponseFormat:
         content = delta.content
         data = b"" if self._num_events else self._begin()
         self._take_logprobs(delta)
-        continued, new_calls = split_calls(content.calls)
-        for call in continued:
-            data += self._call_delta(call)
         if content.reasoning:
             data += self._text_delta("reasoning", content.reasoning, [])
-        if content.text:
-            logprobs, self._logprobs = self._logprobs, []
-            data += self._text_delta("message", content.text, logprobs)
-        for call in new_calls:
-            data += self._call_delta(call)
+        for part in in_order(content.text, content.calls):
+            if isinstance(part, str):
+                data += self._text_delta("message", part, self._taken_logprobs())
+            else:
+                data += self._call_delta(part)
         if content.finish_reason is not None:
             self._reason = content.finish_reason
             if self._open is None and not self._done:
-                data += self._begin_item("message", _message_item(self._item_id("message"), [], "in_progress"))
+                data += self._begin_item("message", _message_item(self._message_id(0), [], "in_progress"))
             data += self._end_item(_status(content.finish_reason))
         return data
 
@@ -89,18 +86,31 @@ class ResponseFormat:
         assert choice.finish_reason is not None, "an answer has an end"
         items: list[dict[str, Any]] = []
         if choice.reasoning:
-            items.append(_reasoning_item(self._item_id("reasoning"), choice.reasoning, "completed"))
-        if choice.text or not (choice.reasoning or choice.calls):
-            logprobs = []
-            if self._body.wants_logprobs:
-                entries = self._shapes.chat_content(choice.token_ids, choice.logprobs)
-                logprobs = entries[choice.num_reasoning_tokens :]
-            part = _text_part(choice.text, logprobs)
-            items.append(_message_item(self._item_id("message"), [part], "completed"))
-        for index, call in enumerate(choice.calls):
-            items.append(self._call_item(index, call.name, call.arguments, "completed"))
+            items.append(_reasoning_item(self._reasoning_id, choice.reasoning, "completed"))
+        num_calls = num_messages = 0
+        # A message has the log-probabilities of all tokens since the one before it.
+        num_told = choice.num_reasoning_tokens
+        for part in in_order(choice.text, choice.calls):
+            if isinstance(part, str):
+                is_last = num_calls == len(choice.calls)
+                end = len(choice.token_ids) if is_last else choice.calls[num_calls].num_tokens_before
+                content = [_text_part(part, self._logprobs_of(choice, num_told, end))]
+                items.append(_message_item(self._message_id(num_messages), content, "completed"))
+                num_told, num_messages = max(num_told, end), num_messages + 1
+            else:
+                items.append(self._call_item(num_calls, part.name, part.arguments, "completed"))
+                num_calls += 1
+        if not items:
+            content = [_text_part("", self._logprobs_of(choice, num_told, len(choice.token_ids)))]
+            items.append(_message_item(self._message_id(0), content, "completed"))
         items[-1]["status"] = _status(choice.finish_reason)
         return items
+
+    def _logprobs_of(self, choice: WholeChoice, start: int, end: int) -> list[dict[str, Any]]:
+        """Return the entries of some of a choice's tokens, where they are wanted."""
+        if not self._body.wants_logprobs:
+            return []
+        return self._shapes.chat_content(choice.token_ids[start:end], choice.logprobs[start:end])
 
     def _begin(self) -> bytes:
         response = self._response("in_progress", [])
@@ -116,17 +126,19 @@ class ResponseFormat:
         del self._logprobs[:num_more]
         self._num_reasoning_logprobs += num_more
 
+    def _taken_logprobs(self) -> list[dict[str, Any]]:
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
+
     def _text_delta(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> bytes:
         data = b""
         if self._open is None or self._open.kind != kind:
             data += self._end_item("completed")
-            item_id = self._item_id(kind)
-            is_message = kind == "message"
-            item = (
-                _message_item(item_id, [], "in_progress")
-                if is_message
-                else _reasoning_item(item_id, None, "in_progress")
-            )
+            if kind == "message":
+                num_messages = sum(item["type"] == "message" for item in self._done)
+                item = _message_item(self._message_id(num_messages), [], "in_progress")
+            else:
+                item = _reasoning_item(self._reasoning_id, None, "in_progress")
             data += self._begin_item(kind, item)
         assert self._open is not None, "an item has been begun"
         self._open.pieces.append(text)
@@ -160,7 +172,7 @@ class ResponseFormat:
             item = item | {"arguments": text, "status": status}
             data = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
         elif kind == "message":
-            logprobs = self._open.logprobs + self._logprobs
+            logprobs = self._open.logprobs + self._taken_logprobs()
             part = _text_part(text, logprobs)
             item = _message_item(item["id"], [part], status)
             data = self._part_event("response.output_text.done", text=text, logprobs=logprobs)
@@ -219,8 +231,13 @@ class ResponseFormat:
             "usage": None,
         }
 
-    def _item_id(self, kind: str) -> str:
-        return f"{'msg' if kind == 'message' else 'rs'}_{self._id}"
+    @property
+    def _reasoning_id(self) -> str:
+        return f"rs_{self._id}"
+
+    def _message_id(self, number: int) -> str:
+        """Return the id of a message; of several in one response only the first has no number."""
+        return f"msg_{self._id}_{number}" if number else f"msg_{self._id}"
 
     def _call_item(self, index: int, name: str, arguments: str, status: str) -> dict[str, Any]:
         return {

@@ -54,6 +54,12 @@ def named_event(name: str, payload: bytes) -> bytes:
 OPENAI_FRAMING: Final = Framing(PING, DONE, error_event)
 
 
+class _EventStream(web.StreamResponse):
+    """A response whose head goes with its first events, in one write."""
+
+    _send_headers_immediately = False
+
+
 class SseWriter:
     """Writes one stream. The head is sent with the first bytes, so that errors before them are plain answers.
 
@@ -138,7 +144,7 @@ class SseWriter:
 
     async def _opened(self) -> web.StreamResponse:
         if self._response is None:
-            response = web.StreamResponse(headers=HEADERS)
+            response = _EventStream(headers=HEADERS)
             await response.prepare(self._request)
             self._response = response
             self._transport = self._request.transport

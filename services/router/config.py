@@ -45,7 +45,10 @@ class RouterConfig:
 
     max_waiting_requests: int = setting(4_096, "Requests that wait for a place; more are refused at once.")
     max_wait_seconds: float = setting(
-        60.0, "How long a request waits for a place at most; a shorter deadline of its own holds.", unit="seconds"
+        60.0,
+        "How long a request waits at the router for a place at most; a shorter deadline of its own holds. The few "
+        "that an engine is given beyond what it runs at once wait there, as long as a request may.",
+        unit="seconds",
     )
     max_waiting_steps: float = setting(
         1.0, "An engine is given requests while fewer prompt tokens wait there than this many steps compute."

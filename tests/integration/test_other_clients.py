@@ -119,8 +119,14 @@ async def test_clients_for_python(stand: Stand, client: str, tmp_path: Path) -> 
         str(CHECKS / f"{client}_checks.py"),
         stand.gateway.base_url,
         MODEL_NAME,
-        # Nothing of the user's is read, and nobody is told of the test.
-        environ={"LLM_USER_PATH": str(tmp_path), "HOME": str(tmp_path), "LANGCHAIN_TRACING_V2": "false"},
+        environ={
+            # Nothing of the user's is read, and nobody is told of the test.
+            "LLM_USER_PATH": str(tmp_path),
+            "HOME": str(tmp_path),
+            "LANGCHAIN_TRACING_V2": "false",
+            # The package of our model is a plugin of `llm`, and what it needs as one is not installed.
+            "LLM_LOAD_PLUGINS": "",
+        },
     )
 
     assert found == {"plain": TEXT, "streamed": TEXT, "tool": CALLED, "answered": TEXT, "json": PERSON}

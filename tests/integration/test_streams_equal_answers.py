@@ -51,18 +51,16 @@ def outputs(draw: st.DrawFn, encode: Any) -> Output:
 
 
 @st.composite
-def tool_outputs(draw: st.DrawFn, encode: Any, *, ends_in_call: bool = False) -> Output:
-    """Calls with arguments of any text, and text around them; cut anywhere, or within the last call only."""
+def tool_outputs(draw: st.DrawFn, encode: Any) -> Output:
+    """Calls with arguments of any text, and text around them; cut anywhere."""
     text = st.text(alphabet=CHARACTERS + '"\\{}', max_size=12)
     parts = [draw(st.sampled_from(["", "Let me see. ", "😀\n"]))]
     for _ in range(draw(st.integers(0, 3))):
         arguments = json.dumps({"text": draw(text), "n": [draw(st.integers())]}, ensure_ascii=draw(st.booleans()))
         parts.append(f'<tool_call>\n{{"name": "note", "arguments": {arguments}}}\n</tool_call>')
+        parts.append(draw(st.sampled_from(["", "And then: ", "é"])))
     written = "\n".join(parts)
-    # A call has begun with the first character of its arguments.
-    mark = '"arguments": {'
-    first = written.rindex(mark) + len(mark) if ends_in_call and len(parts) > 1 else 0
-    cut = draw(st.integers(first, len(written)) | st.just(len(written)))
+    cut = draw(st.integers(0, len(written)) | st.just(len(written)))
     is_stopped = cut == len(written)
     token_ids = encode(written[:cut])
     return Output([*token_ids, EOS] if is_stopped else token_ids, is_stopped, STOP if is_stopped else LENGTH)
@@ -203,14 +201,12 @@ TOOLS = [
 ]
 
 
-@BOUNDED
-@given(data=st.data())
-async def test_a_chat_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+async def check_chat_with_calls(stand: Stand, data: st.DataObject) -> None:
     num_choices = data.draw(st.integers(1, 2))
     fields = {"messages": QUESTION, "tools": TOOLS, "n": num_choices, "max_tokens": 2000}
-    case = data.draw(cases(tool_outputs(fault_stand.encode), num_choices))
+    case = data.draw(cases(tool_outputs(stand.encode), num_choices))
 
-    stream, whole = await both_ways(fault_stand, CHAT, fields, case, OPENAI_STREAM)
+    stream, whole = await both_ways(stand, CHAT, fields, case, OPENAI_STREAM)
 
     # An id follows from the answer's, so calls are compared by their place.
     for choice in whole["choices"]:
@@ -222,6 +218,19 @@ async def test_a_chat_with_calls(fault_stand: Stand, data: st.DataObject) -> Non
             assert call.pop("id", "call_").startswith("call_")
             call["id"] = ""
     assert_chat_is_whole(events, whole)
+
+
+@BOUNDED
+@given(data=st.data())
+async def test_a_chat_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_chat_with_calls(fault_stand, data)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(data=st.data())
+async def test_many_chats_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_chat_with_calls(fault_stand, data)
 
 
 async def check_text(stand: Stand, data: st.DataObject) -> None:
@@ -318,14 +327,11 @@ def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
 
 
-@BOUNDED
-@given(data=st.data())
-async def test_a_response_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
-    # The head of a further call that is cut off is text, which a whole answer has before all calls.
-    case = data.draw(cases(tool_outputs(fault_stand.encode, ends_in_call=True), 1))
+async def check_response_with_calls(stand: Stand, data: st.DataObject) -> None:
+    case = data.draw(cases(tool_outputs(stand.encode), 1))
     fields = {"input": "Say hi.", "max_output_tokens": 2000, "tools": RESPONSE_TOOLS}
 
-    stream, whole = await both_ways(fault_stand, "/v1/responses", fields, case, {"stream": True})
+    stream, whole = await both_ways(stand, "/v1/responses", fields, case, {"stream": True})
 
     events = named_events(stream.raw)
     last = events[-1]["response"]
@@ -341,12 +347,22 @@ async def test_a_response_with_calls(fault_stand: Stand, data: st.DataObject) ->
 
 @BOUNDED
 @given(data=st.data())
-async def test_a_message_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
-    # The head of a further call that is cut off is text, which a whole answer has before all calls.
-    case = data.draw(cases(tool_outputs(fault_stand.encode, ends_in_call=True), 1))
+async def test_a_response_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_response_with_calls(fault_stand, data)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(data=st.data())
+async def test_many_responses_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_response_with_calls(fault_stand, data)
+
+
+async def check_message_with_calls(stand: Stand, data: st.DataObject) -> None:
+    case = data.draw(cases(tool_outputs(stand.encode), 1))
     fields = {"messages": QUESTION, "max_tokens": 2000, "tools": MESSAGE_TOOLS}
 
-    stream, whole = await both_ways(fault_stand, "/v1/messages", fields, case, {"stream": True})
+    stream, whole = await both_ways(stand, "/v1/messages", fields, case, {"stream": True})
 
     blocks: list[dict[str, Any]] = []
     for event in named_events(stream.raw):
@@ -367,3 +383,16 @@ async def test_a_message_with_calls(fault_stand: Stand, data: st.DataObject) -> 
         else:
             # A call that was cut is told as it came in a stream, and as an object in a whole answer.
             assert complete_object(streamed["written"]) == block["input"]
+
+
+@BOUNDED
+@given(data=st.data())
+async def test_a_message_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_message_with_calls(fault_stand, data)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(data=st.data())
+async def test_many_messages_with_calls(fault_stand: Stand, data: st.DataObject) -> None:
+    await check_message_with_calls(fault_stand, data)

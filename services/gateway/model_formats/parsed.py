@@ -5,9 +5,9 @@ Owns no behaviour.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class CallDelta:
     call_index: int
     name: str | None
     arguments: str
+    # How much of the text that came with it was written before it.
+    num_characters_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,27 @@ class ParsedText:
     calls: tuple[CallDelta, ...] = ()
 
 
-def split_calls(calls: Sequence[CallDelta]) -> tuple[Sequence[CallDelta], Sequence[CallDelta]]:
-    """Return what goes on with the call that has begun before, and the calls that begin.
+class Placed(Protocol):
+    """What stands somewhere in a text."""
 
-    Text that came together with both stands between them at the earliest.
-    """
-    first_new = next((index for index, call in enumerate(calls) if call.name is not None), len(calls))
-    return calls[:first_new], calls[first_new:]
+    @property
+    def num_characters_before(self) -> int:
+        """Characters of the text before it."""
+
+
+PlacedT = TypeVar("PlacedT", bound=Placed)
+
+
+def in_order(text: str, calls: Sequence[PlacedT]) -> Iterator[str | PlacedT]:
+    """Give a text in pieces, and calls or parts of them between these, as the model wrote them."""
+    num_given = 0
+    for call in calls:
+        if piece := text[num_given : call.num_characters_before]:
+            yield piece
+        num_given = call.num_characters_before
+        yield call
+    if rest := text[num_given:]:
+        yield rest
 
 
 class OutputParser(Protocol):

@@ -76,7 +76,7 @@ class TextReader:
 
     def begin_call(self, name: str) -> None:
         """Begin a call: what was looked at until here is its head and will not be shown."""
-        self._calls.append(CallDelta(self._num_calls, name, ""))
+        self._calls.append(CallDelta(self._num_calls, name, "", self._num_content_characters))
         self._num_calls += 1
         self._is_trying = False
         self._drop_looked_at()
@@ -88,7 +88,11 @@ class TextReader:
             # What came together is told together.
             text = self._calls.pop().arguments + text
         if text:
-            self._calls.append(CallDelta(index, None, text))
+            self._calls.append(CallDelta(index, None, text, self._num_content_characters))
+
+    @property
+    def _num_content_characters(self) -> int:
+        return sum(map(len, self._content))
 
     # Looking at text.
 
