@@ -86,12 +86,15 @@ OCTAVO_INLINE void add_tile_products() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROW), "i"(COLUMN) : "memory");
 }
 
-// Asks for one line in so many bytes: the processor fetches the lines after it by itself. Each that is asked for takes one of
-// the few places for lines under way to a core, which loads need too.
-constexpr int kFetchDistance = 512;
+// Bytes from one line that is asked for to the next: the processor fetches the lines between by itself. Each that is asked
+// for takes one of the few places for lines under way to a core, which loads need too. Panels of int8 values, half as long,
+// were read more slowly like that.
+template <class Groups>
+constexpr int kFetchDistance = Groups::kIsInt8 ? kTileLineBytes : 512;
 
+template <class Groups>
 OCTAVO_INLINE void prefetch_lines(const void* from, int num_bytes) {
-    for (int offset = 0; offset < num_bytes; offset += kFetchDistance) prefetch((const char*)from + offset);
+    for (int offset = 0; offset < num_bytes; offset += kFetchDistance<Groups>) prefetch((const char*)from + offset);
 }
 
 // Into the first-level cache, unlike `prefetch`.
@@ -136,7 +139,7 @@ __attribute__((noinline)) void tile_products(char* to, ptrdiff_t to_stride, bool
             clear_tile<k>();
     });
     for (int step = 0; step < num_steps; ++step) {
-        prefetch_lines(fetch.from + (ptrdiff_t)step * fetch.bytes_per_step, fetch.bytes_per_step);
+        prefetch_lines<Groups>(fetch.from + (ptrdiff_t)step * fetch.bytes_per_step, fetch.bytes_per_step);
         // With one tile of rows the registers of the columns take turns; with more, those of the rows.
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
             constexpr int j = decltype(column)::value, kColumn = kFirstColumnTile + j % 2;

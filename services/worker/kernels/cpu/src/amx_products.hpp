@@ -62,7 +62,7 @@ __attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView vie
     for (int step = 0; step < view.num_steps; ++step) {
         const char* rows = view.rows + step * kBlockStepBytes;
         const char* columns = view.columns + step * kStepBytes;
-        prefetch_lines(fetch.from + (ptrdiff_t)step * fetch.bytes_per_step, fetch.bytes_per_step);
+        prefetch_lines<Groups>(fetch.from + (ptrdiff_t)step * fetch.bytes_per_step, fetch.bytes_per_step);
         fetch_into_first_level(step + 1 < view.num_steps ? rows + kBlockStepBytes : view.next_rows,
                                Int<ROW_TILES * kTileRows>{});
         load_tile<kFirstColumnTile>(columns, kPanelGroupBytes);

@@ -258,10 +258,10 @@ struct WriteHeads {
         return tile(slot, kv_head) + first * kTileTokens + slot % kTileTokens * 2;
     }
 
-    // Values of two tokens stand side by side.
+    // Of the slot's pair of tokens.
     OCTAVO_INLINE bf16* values_at(int64_t slot, int kv_head, int first) const {
-        const int head_dim = step.model->shape.head_dim, token = (int)(slot % kTileTokens);
-        return tile(slot, kv_head) + kTileTokens * head_dim + (token / 2 * head_dim + first) * 2;
+        const int head_dim = step.model->shape.head_dim, pair = (int)(slot % kTileTokens) / 2;
+        return tile(slot, kv_head) + kTileTokens * head_dim + (pair * head_dim + first) * 2;
     }
 
     OCTAVO_INLINE void write_keys(int row, int kv_head, int first, Vec keys) const {
@@ -279,9 +279,8 @@ struct WriteHeads {
         if (ahead / kTileTokens != slot / kTileTokens)
             for (int i = 0; i < 2 * kLanes; i += kLanes) prefetch_to_write(values_at(ahead, kv_head, first) + 2 * i);
         bf16* to = values_at(slot, kv_head, first);
-        const int token = (int)(slot % 2);
-        store_bf16_apart(to, token, left);
-        store_bf16_apart(to + 2 * kLanes, token, right);
+        store_bf16_apart(to, slot % 2, left);
+        store_bf16_apart(to + 2 * kLanes, slot % 2, right);
     }
 };
 
