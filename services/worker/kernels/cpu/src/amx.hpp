@@ -75,6 +75,14 @@ OCTAVO_INLINE void prefetch_lines(const void* from, int num_bytes) {
     for (int offset = 0; offset < num_bytes; offset += kTileLineBytes) prefetch((const char*)from + offset);
 }
 
+// Into the first-level cache, unlike `prefetch`.
+template <int LINES>
+OCTAVO_INLINE void fetch_into_first_level(const char* from, Int<LINES>) {
+    unroll<LINES>([&](auto line) __attribute__((always_inline)) {
+        __builtin_prefetch(from + decltype(line)::value * kTileLineBytes, 0, 3);
+    });
+}
+
 // One piece of memory as tiles: where the first begins, how far apart its lines are, and how far apart the tiles of
 // successive inputs.
 struct TileView {

@@ -12,38 +12,74 @@ namespace octavo {
 namespace {
 
 // Inputs that stay in the second-level cache while panels go by, and the sums of a panel that wait beside them.
-constexpr int kChunkBytes = 768 << 10;
+constexpr int kChunkBytes = 960 << 10;
 constexpr int kMaxChunkRows = 512;
 // Inputs of a panel that stay in the first-level cache while rows go by, in steps of `kTileGroups`.
 constexpr int kStepsAtOnce = 10;
 constexpr int kFewRows = kTileRows;
 constexpr int kPanelSumBytes = kPanelColumns * 4;  // sums of one row
+constexpr int kBlockSumBytes = kBlockRows * kPanelSumBytes;
 constexpr ptrdiff_t kStepBytes = kTileGroups * kPanelGroupBytes;
+constexpr ptrdiff_t kBlockStepBytes = kBlockRows * kTileLineBytes;
+
+static_assert(kBlockRows == 2 * kTileRows);
 
 OCTAVO_INLINE void begin_products() { load_shapes(kFullShapes); }
 OCTAVO_INLINE void end_products() { release_tiles(); }
 
-// A chunk of rows is one tile here, and its rows are whole pairs of the processor's tiles.
-OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t stride) {
-    const int num_pairs_of_tiles = kChunkBytes / (int)stride / (2 * kTileRows);
-    const int rows = at_most((num_pairs_of_tiles > 1 ? num_pairs_of_tiles : 1) * 2 * kTileRows, kMaxChunkRows);
-    return {num_rows, num_panels, divided_up(num_rows, rows), 1};
+// A chunk of rows is one tile here, and its rows are whole blocks. Of several chunks each thread's share has as many, so
+// that no thread reads rows that another has just written; one chunk is divided by panels, whose reading is what takes the
+// time then.
+OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t stride, int num_threads) {
+    const int max_blocks = at_most(kChunkBytes / (int)stride, kMaxChunkRows) / kBlockRows;
+    const int num_blocks = divided_up(num_rows, kBlockRows);
+    const int num_chunks = divided_up(num_blocks, max_blocks > 1 ? max_blocks : 1);
+    const int even_chunks = num_chunks > 1 ? divided_up(num_chunks, num_threads) * num_threads : 1;
+    return {num_rows, num_panels, at_most(even_chunks, num_blocks), 1, kBlockRows};
 }
 
-// The products of ROW_TILES times sixteen rows with NUM_PANELS adjacent panels over some steps of inputs.
-template <class Groups, int ROW_TILES, int NUM_PANELS>
-OCTAVO_INLINE void add_tiles(char* sums, const Panels& weight, int panel, const Inputs& inputs, int first_row,
-                             Range steps, Fetch fetch) {
-    TileView rows[ROW_TILES], columns[2 * NUM_PANELS];
-    for (int i = 0; i < ROW_TILES; ++i)
-        rows[i] = {inputs.data + (first_row + i * kTileRows) * inputs.stride + steps.first * kTileLineBytes,
-                   inputs.stride, kTileLineBytes};
-    for (int j = 0; j < 2 * NUM_PANELS; ++j)
-        columns[j] = {weight.data + (panel + j / 2) * weight.panel_bytes + j % 2 * kTileLineBytes +
-                          steps.first * kStepBytes,
-                      kPanelGroupBytes, kStepBytes};
-    tile_products<Groups, ROW_TILES, 2 * NUM_PANELS>(sums, NUM_PANELS * kPanelSumBytes, steps.first > 0, rows,
-                                                     columns, steps.end - steps.first, fetch);
+// Rows and columns over some steps of inputs, and the rows that come after them, which are fetched into the first-level
+// cache a step ahead.
+struct BlockView {
+    const char *rows, *columns, *next_rows;
+    int num_steps;
+};
+
+// Adds to `sums` the products of a block, or of the sixteen rows that there are of it, with a panel. `beside(step)` is
+// work of another kind: the processor does it while tiles are multiplied.
+template <class Groups, int ROW_TILES, class Beside>
+__attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView view, Fetch fetch, Beside beside) {
+    const auto address_of = [&](int sum) __attribute__((always_inline)) {
+        return sums + sum / 2 * kTileRows * kPanelSumBytes + sum % 2 * kTileLineBytes;
+    };
+    unroll<2 * ROW_TILES>([&](auto sum) __attribute__((always_inline)) {
+        constexpr int k = decltype(sum)::value;
+        if (goes_on)
+            load_tile<k>(address_of(k), kPanelSumBytes);
+        else
+            clear_tile<k>();
+    });
+    for (int step = 0; step < view.num_steps; ++step) {
+        const char* rows = view.rows + step * kBlockStepBytes;
+        const char* columns = view.columns + step * kStepBytes;
+        prefetch_lines(fetch.from + (ptrdiff_t)step * fetch.bytes_per_step, fetch.bytes_per_step);
+        fetch_into_first_level(step + 1 < view.num_steps ? rows + kBlockStepBytes : view.next_rows,
+                               Int<ROW_TILES * kTileRows>{});
+        load_tile<kFirstColumnTile>(columns, kPanelGroupBytes);
+        load_tile<kFirstRowTile>(rows, kTileLineBytes);
+        add_tile_products<Groups, 0, kFirstRowTile, kFirstColumnTile>();
+        load_tile<kFirstColumnTile + 1>(columns + kTileLineBytes, kPanelGroupBytes);
+        add_tile_products<Groups, 1, kFirstRowTile, kFirstColumnTile + 1>();
+        if constexpr (ROW_TILES == 2) {
+            load_tile<kFirstRowTile + 1>(rows + kTileRows * kTileLineBytes, kTileLineBytes);
+            add_tile_products<Groups, 2, kFirstRowTile + 1, kFirstColumnTile>();
+            add_tile_products<Groups, 3, kFirstRowTile + 1, kFirstColumnTile + 1>();
+        }
+        beside(step);
+    }
+    unroll<2 * ROW_TILES>([&](auto sum) __attribute__((always_inline)) {
+        store_tile<decltype(sum)::value>(address_of(decltype(sum)::value), kPanelSumBytes);
+    });
 }
 
 // Hands on rows of sums [num_rows][32] that lie `stride` bytes apart.
@@ -62,8 +98,13 @@ template <class Groups, int NUM_PANELS, class Epilogue>
 OCTAVO_INLINE void multiply_panels(const Claim& claim, const Panels& weight, int panel, const Inputs& inputs,
                                    int num_rows, Epilogue& epilogue) {
     alignas(64) char sums[kTileRows * NUM_PANELS * kPanelSumBytes];
-    add_tiles<Groups, 1, NUM_PANELS>(sums, weight, panel, inputs, 0, {0, weight.num_groups / kTileGroups},
-                                     kFetchNothing);
+    const TileView rows[1] = {{inputs.data, kTileLineBytes, kBlockStepBytes}};
+    TileView columns[2 * NUM_PANELS];
+    for (int j = 0; j < 2 * NUM_PANELS; ++j)
+        columns[j] = {weight.data + (panel + j / 2) * weight.panel_bytes + j % 2 * kTileLineBytes, kPanelGroupBytes,
+                      kStepBytes};
+    tile_products<Groups, 1, 2 * NUM_PANELS>(sums, NUM_PANELS * kPanelSumBytes, false, rows, columns,
+                                             weight.num_groups / kTileGroups, kFetchNothing);
     for (int p = 0; p < NUM_PANELS; ++p)
         claim.write(panel + p, [&] {
             hand_on<Groups>(sums + p * kPanelSumBytes, NUM_PANELS * kPanelSumBytes, panel + p, 0, num_rows, epilogue);
@@ -80,43 +121,64 @@ OCTAVO_INLINE void multiply_few_rows(const Claim& claim, const Panels& weight, c
         multiply_panels<Groups, 1>(claim, weight, panel, inputs, num_rows, epilogue);
 }
 
+// The products of one panel with a chunk of rows, block by block.
+template <class Groups>
+struct PanelProducts {
+    const Panels& weight;
+    const Inputs& inputs;
+    int panel;
+    Range rows;
+    char* sums;        // [rows][32]
+    const char* next;  // of the next panel, which is fetched a little with each step
+    int bytes_per_step;
+
+    OCTAVO_INLINE const char* rows_of(int block, int step) const {
+        return input_row(inputs.data, rows.first + block * kBlockRows, inputs.stride).first + step * kBlockStepBytes;
+    }
+
+    template <class Beside>
+    OCTAVO_INLINE void add(int block, int next_block, Range steps, Beside&& beside) {
+        const BlockView view = {rows_of(block, steps.first),
+                                weight.data + panel * weight.panel_bytes + steps.first * kStepBytes,
+                                rows_of(next_block, steps.first), steps.end - steps.first};
+        const Fetch fetch = {next, bytes_per_step};
+        next += view.num_steps * bytes_per_step;
+        char* to = sums + block * kBlockSumBytes;
+        if (rows.end - rows.first - block * kBlockRows > kTileRows)
+            add_block<Groups, 2>(to, steps.first > 0, view, fetch, beside);
+        else
+            add_block<Groups, 1>(to, steps.first > 0, view, fetch, beside);
+    }
+};
+
 // What lies beyond the rows in memory is read and its results are dropped.
 template <class Groups, class Epilogue>
 OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& weight, int panel, const Inputs& inputs,
                                  Range rows, bool, Epilogue& epilogue) {
-    constexpr int kRows = 2 * kTileRows;
     alignas(64) char sums[kMaxChunkRows * kPanelSumBytes];
-    const int num_steps = weight.num_groups / kTileGroups, num_row_blocks = divided_up(rows.end - rows.first, kRows);
-    const int num_parts = num_row_blocks > 1 ? divided_up(num_steps, kStepsAtOnce) : 1;
-    // The next panel is fetched a little with each step.
-    const int bytes_per_step = divided_up(divided_up((int)weight.panel_bytes, num_steps * num_row_blocks), 64) * 64;
-    const char* next = weight.data + (panel + 1) * weight.panel_bytes;
-    const auto add_block = [&](int block, Range steps) __attribute__((always_inline)) {
-        const int first_row = rows.first + block * kRows;
-        char* block_sums = sums + block * kRows * kPanelSumBytes;
-        const Fetch fetch = {next, bytes_per_step};
-        next += (steps.end - steps.first) * bytes_per_step;
-        if (rows.end - first_row > kTileRows)
-            add_tiles<Groups, 2, 1>(block_sums, weight, panel, inputs, first_row, steps, fetch);
-        else
-            add_tiles<Groups, 1, 1>(block_sums, weight, panel, inputs, first_row, steps, fetch);
-    };
-    const auto hand_on_block = [&](int block) __attribute__((always_inline)) {
-        const int first_row = rows.first + block * kRows;
-        hand_on<Groups>(sums + block * kRows * kPanelSumBytes, kPanelSumBytes, panel, first_row,
-                        at_most(rows.end - first_row, kRows), epilogue);
-    };
+    const int num_steps = weight.num_groups / kTileGroups, num_blocks = divided_up(rows.end - rows.first, kBlockRows);
+    const int num_parts = num_blocks > 1 ? divided_up(num_steps, kStepsAtOnce) : 1;
+    PanelProducts<Groups> products = {
+        weight, inputs, panel, rows, sums, weight.data + (panel + 1) * weight.panel_bytes,
+        divided_up(divided_up((int)weight.panel_bytes, num_steps * num_blocks), kTileLineBytes) * kTileLineBytes};
     for (int part = 0; part + 1 < num_parts; ++part)
-        for (int block = 0; block < num_row_blocks; ++block) add_block(block, share_of(num_steps, part, num_parts));
+        for (int block = 0; block < num_blocks; ++block)
+            products.add(block, (block + 1) % num_blocks, share_of(num_steps, part, num_parts), [](int) {});
     const Range last_steps = share_of(num_steps, num_parts - 1, num_parts);
-    add_block(0, last_steps);
-    // Sums are handed on while they are in the first-level cache.
+    products.add(0, at_most(1, num_blocks - 1), last_steps, [](int) {});
     claim.write(item, [&]() __attribute__((always_inline)) {
-        hand_on_block(0);
-        for (int block = 1; block < num_row_blocks; ++block) {
-            add_block(block, last_steps);
-            hand_on_block(block);
-        }
+        const auto hand_on_rows = [&](int block, Range of_block) __attribute__((always_inline)) {
+            const int first_row = block * kBlockRows + of_block.first;
+            hand_on<Groups>(sums + first_row * kPanelSumBytes, kPanelSumBytes, panel, rows.first + first_row,
+                            at_most(rows.end - rows.first - first_row, of_block.end - of_block.first), epilogue);
+        };
+        // The sums of a block are handed on while the next one is multiplied.
+        for (int block = 1; block < num_blocks; ++block)
+            products.add(block, at_most(block + 1, num_blocks - 1), last_steps,
+                         [&](int step) __attribute__((always_inline)) {
+                             hand_on_rows(block - 1, share_of(kBlockRows, step, last_steps.end - last_steps.first));
+                         });
+        hand_on_rows(num_blocks - 1, {0, kBlockRows});
     });
 }
 

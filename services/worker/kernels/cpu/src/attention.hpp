@@ -57,10 +57,13 @@ class TileAttention {
 
     void write(bf16* attended) {
         for (int row = 0; row < num_rows_; ++row) {
-            const ptrdiff_t query = row / group_size_, head = row % group_size_;
-            bf16* to = attended + first_head_ + (query * shape_.num_heads + head) * shape_.head_dim;
+            const ptrdiff_t row_values = (ptrdiff_t)shape_.num_heads * shape_.head_dim;
+            const ptrdiff_t first = first_head_ % row_values + row % group_size_ * shape_.head_dim;
+            const InputRow to = input_row(attended, queries_.first_row + row / group_size_,
+                                          row_values * (ptrdiff_t)sizeof(bf16));
             const Vec scale = splat(1.0f / totals_[row]);
-            for (int i = 0; i < shape_.head_dim; i += kLanes) store_bf16(to + i, load(sum_at(row, i)) * scale);
+            for (int i = 0; i < shape_.head_dim; i += kLanes)
+                store_bf16(to.value(first + i), load(sum_at(row, i)) * scale);
         }
     }
 
@@ -102,7 +105,7 @@ class TileAttention {
             columns[j] = {(const char*)tile(at_most(tiles.first + j, tiles.end - 1)), kTileLineBytes,
                           kTileInputs / 2 * kTileLineBytes};
         // While keys are scored the values beside them are fetched.
-        if constexpr (ROW_TILES == 1)
+        if (ROW_TILES == 1 && num_rows_ <= kTileRows)
             for (const TileView& keys : columns)
                 prefetch_lines(keys.first + kTileTokens * row_bytes, kTileTokens * (int)row_bytes);
         float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
@@ -159,6 +162,14 @@ class TileAttention {
                          : other.part[i]);
     }
 
+    // Vectors of scores that are weighed together where a row sees them from end to end, as it does nearly all.
+    static constexpr int kVectorsTogether = 4;
+
+    static OCTAVO_INLINE int end_of_whole(int first_token, int visible, int limit) {
+        constexpr int kTokens = kVectorsTogether * kLanes;
+        return visible > first_token ? first_token : first_token + (limit - first_token) / kTokens * kTokens;
+    }
+
     // Turns a row's scores into weights relative to the largest score so far.
     void weigh(int row, Range tiles) {
         const int position = queries_.first_position + row / group_size_;
@@ -169,17 +180,32 @@ class TileAttention {
         const int first_token = (tiles.first - chunk) * kTileTokens, end_token = (tiles.end - chunk) * kTileTokens;
         const float* scores = scores_ + (ptrdiff_t)row * kChunkTokens;
         bf16* weights = weights_ + (ptrdiff_t)row * kChunkTokens;
+        const int end_whole = end_of_whole(first_token, visible, limit);
         const Vec lowest = splat(-3e38f);
-        Vec largest = lowest;
-        for (int i = first_token; i < end_token; i += kLanes)
+        Vec maxima[kVectorsTogether] = {lowest, lowest, lowest, lowest};
+        for (int i = first_token; i < end_whole; i += kVectorsTogether * kLanes)
+            unroll<kVectorsTogether>([&](auto vector) __attribute__((always_inline)) {
+                constexpr int k = decltype(vector)::value;
+                maxima[k] = max(load(scores + i + k * kLanes), maxima[k]);
+            });
+        Vec largest = max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3]));
+        for (int i = end_whole; i < end_token; i += kLanes)
             largest = max(lanes_between(load(scores + i), visible - i, limit - i, lowest), largest);
         const bool is_first = tiles.first == first_tile_;
         // Scores are scaled here and not in the queries, which are rounded.
         const float scaled = max_of(largest) * scale_, before = maxima_[row];
         const float maximum = is_first || scaled > before ? scaled : before;
+        const Vec scale = splat(scale_), offset = splat(-maximum);
         Vec total = zero();
-        for (int i = first_token; i < end_token; i += kLanes) {
-            const Vec weight = exp2_of(fma(load(scores + i), splat(scale_), splat(-maximum)));
+        for (int i = first_token; i < end_whole; i += kVectorsTogether * kLanes)
+            unroll<kVectorsTogether>([&](auto vector) __attribute__((always_inline)) {
+                const int from = i + decltype(vector)::value * kLanes;
+                const Vec weight = exp2_of(fma(load(scores + from), scale, offset));
+                total = total + weight;
+                store_bf16(weights + from, weight);
+            });
+        for (int i = end_whole; i < end_token; i += kLanes) {
+            const Vec weight = exp2_of(fma(load(scores + i), scale, offset));
             const Vec kept = lanes_between(weight, visible - i, limit - i, zero());
             total = total + kept;
             store_bf16(weights + i, kept);

@@ -96,14 +96,14 @@ OCTAVO_INLINE void store_bytes(char* to, IntVec v) {
 // Writes num_inputs int8 values and their RowScale; inputs beyond the num_values that there are count as zeros.
 // `rotated` has room for num_inputs. Where a value is not a finite number the scale is none, and so is all that the row
 // is multiplied to.
-void quantize_row(const bf16* values, int num_values, int num_inputs, float* rotated, char* to) {
+void quantize_row(InputRow values, int num_values, int num_inputs, float* rotated, InputRow to) {
     IntVec largest{};
     for (int first = 0; first < num_inputs; first += kRotatedInputs) {
         Block block;
         unroll<kRotatedInputs / kLanes>([&](auto index) __attribute__((always_inline)) {
             constexpr int i = decltype(index)::value;
             const int input = first + i * kLanes;
-            block[i] = input < num_values ? load_bf16(values + input) : zero();
+            block[i] = input < num_values ? load_bf16(values.value(input)) : zero();
         });
         rotate(block);
         for (int i = 0; i < kRotatedInputs / kLanes; ++i) {
@@ -125,12 +125,12 @@ void quantize_row(const bf16* values, int num_values, int num_inputs, float* rot
             bits.part[i] = bit_cast<Ints>(shifted.part[i]);
             sum.part[i] = (Ints)((Bits)sum.part[i] + (Bits)bits.part[i]);
         });
-        store_bytes(to + input, bits);
+        store_bytes(to.at(input), bits);
     }
     // Sums of bits wrap, and what was added to each comes off again.
     const uint32_t values_sum = sum_of(sum) - (uint32_t)num_inputs * bit_cast<uint32_t>(kRounder);
     const RowScale end = {maximum * (kRotationScale / kLargestInt8), (int32_t)values_sum};
-    __builtin_memcpy(to + num_inputs, &end, sizeof(end));
+    __builtin_memcpy(to.at(num_inputs), &end, sizeof(end));
 }
 
 constexpr int num_inputs_of(const Panels& int8_weight) { return 4 * int8_weight.num_groups; }
@@ -150,7 +150,7 @@ struct Scaled {
     Epilogue next;
 
     OCTAVO_INLINE void operator()(int row, int panel, IntVec left, IntVec right) const {
-        const RowScale scale = load_as<RowScale>(inputs.data + row * inputs.stride + num_inputs_of(weight));
+        const RowScale scale = load_as<RowScale>(input_row(inputs.data, row, inputs.stride).at(num_inputs_of(weight)));
         const float* columns = scales_of(weight, panel);
         next(row, panel, scaled(left, scale, load(columns)), scaled(right, scale, load(columns + kLanes)));
     }

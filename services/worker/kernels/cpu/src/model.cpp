@@ -134,12 +134,14 @@ void multiply_rows(ValueType type, const Matrix& weight, const Matrix& rows, flo
     Buffer inputs((size_t)(num_rows * stride) * sizeof(bf16));
     for (int64_t row = 0; row < rows.num_rows; ++row)
         std::copy_n(rows.data + row * rows.num_columns, rows.num_columns, inputs.as<bf16>() + row * stride);
+    Buffer arranged((size_t)(num_rows * stride) * sizeof(bf16));
     Buffer quantized((size_t)(num_rows * (num_inputs + kQuantizedRowEnd)));
     const size_t rotated_bytes = (size_t)rounded_up(num_inputs * (int64_t)sizeof(float), kAlignment);
     const size_t own_bytes = (size_t)kMaxRowsAtOnce * (size_t)(num_inputs + kQuantizedRowEnd);
     const size_t scratch_stride = (size_t)rounded_up((int64_t)(rotated_bytes + own_bytes), 4096);
     Buffer scratch(scratch_stride * (size_t)num_threads);
     Workspace workspace{};
+    workspace.normed = arranged.as<bf16>();
     workspace.quantized = quantized.as<char>();
     workspace.scratch = scratch.as<char>();
     workspace.scratch_stride = scratch_stride;
@@ -359,6 +361,11 @@ void NativeModel::make_tiles(const StepArrays& arrays) {
     std::stable_sort(tiles_.begin(), tiles_.end(), [](const QueryTile& a, const QueryTile& b) {
         return a.first_position / kTileTokens * a.num_queries > b.first_position / kTileTokens * b.num_queries;
     });
+    // Each thread's share begins with long ones, too.
+    std::vector<QueryTile> sorted;
+    sorted.swap(tiles_);
+    for (size_t first = 0; first < (size_t)num_threads_; ++first)
+        for (size_t i = first; i < sorted.size(); i += (size_t)num_threads_) tiles_.push_back(sorted[i]);
 }
 
 void NativeModel::reserve(int64_t num_tokens, int64_t num_sampled_rows) {

@@ -51,7 +51,7 @@ OCTAVO_INLINE void run_phase(Walk& walk, int num_items, int grain, Prepare&& pre
     const Phase phase = walk.next_phase(num_items);
     if (team.is_over(phase)) return;
     prepare();
-    for (Range items; (items = team.claim(phase, grain)).first < items.end;)
+    for (Range items; (items = team.claim(phase, walk.thread, grain)).first < items.end;)
         compute(Claim{team, phase, walk.thread, items});
     if (team.wait_for_others(phase)) return;
     // Whoever holds the rest goes through it from its beginning.

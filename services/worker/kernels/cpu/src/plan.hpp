@@ -151,8 +151,9 @@ class Team {
     virtual uint64_t first_item() const = 0;
     virtual int64_t now() const = 0;
     // Returns some of the phase's items that nobody has claimed, counted from its first and more than one where `grain`
-    // says so and there are many; none when there are none left.
-    virtual Range claim(const Phase& phase, int grain) = 0;
+    // says so and there are many; none when there are none left. Each thread has a share of the items, the same in
+    // phases of like items, and comes to those of others when its own are claimed.
+    virtual Range claim(const Phase& phase, int thread, int grain) = 0;
     virtual bool is_taken(const Phase& phase, int item) const = 0;
     // Whether the caller writes the results of an item: of all who have computed them one does.
     virtual bool take(const Phase& phase, int item) = 0;

@@ -77,7 +77,10 @@ void go_to(int) {}
 }  // namespace
 
 Pool::Pool(int num_threads)
-    : num_threads_(num_threads), num_done_((size_t)num_threads), seats_((size_t)num_threads) {
+    : num_threads_(num_threads),
+      next_items_((size_t)num_threads),
+      num_done_((size_t)num_threads),
+      seats_((size_t)num_threads) {
     // With a thread for each core each has its own. Left to itself a system wakes two on one core and keeps them there for
     // seconds while another is idle: a virtual machine's idle core can look as if it were taken away (Linux 6.18 on KVM).
     if (num_threads > 1) cores_ = allowed_cores();
@@ -101,7 +104,8 @@ void Pool::reserve_items(size_t max_items) {
 
 void Pool::invite(const std::function<void(int)>& work) {
     work_ = &work;
-    first_item_ = next_item_.value.load(std::memory_order_relaxed);
+    // The last share ends with its phase.
+    first_item_ = next_items_.back().value.load(std::memory_order_relaxed);
     next_number_.value.store(0, std::memory_order_relaxed);
     if (num_threads_ == 1) return;
     for (Flag& seat : seats_) seat.value.store(kInvited, std::memory_order_release);
@@ -155,15 +159,29 @@ void Pool::wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
 
 int64_t Pool::now() const { return nanoseconds(); }
 
+// What a thread wrote in one phase lies in its own caches in the next.
+Range Pool::claim(const Phase& phase, int thread, int grain) {
+    for (int i = 0; i < num_threads_; ++i) {
+        const Range items = claim_of_share(phase, (thread + i) % num_threads_, (uint64_t)grain);
+        if (items.first < items.end) return items;
+    }
+    return {0, 0};
+}
+
 // Claims become smaller towards the end, so that all come to it at about the same time.
-Range Pool::claim(const Phase& phase, int grain) {
-    uint64_t next = next_item_.value.load(std::memory_order_relaxed);
-    while (next < phase.end) {
-        const uint64_t left = phase.end - next, step = (uint64_t)grain;
-        const uint64_t share = left / (2 * (uint64_t)num_threads_) / step * step;
-        const uint64_t count = std::min(std::max(share, step), left);
-        if (next_item_.value.compare_exchange_weak(next, next + count, std::memory_order_relaxed))
-            return {(int)(next - phase.first), (int)(next + count - phase.first)};
+Range Pool::claim_of_share(const Phase& phase, int owner, uint64_t grain) {
+    const uint64_t num_items = phase.end - phase.first, num_grains = (num_items + grain - 1) / grain;
+    const auto share_begin = [&](int thread) {
+        return phase.first + std::min(num_grains * (uint64_t)thread / (uint64_t)num_threads_ * grain, num_items);
+    };
+    const uint64_t first = share_begin(owner), end = share_begin(owner + 1);
+    std::atomic<uint64_t>& next_item = next_items_[(size_t)owner].value;
+    uint64_t next = next_item.load(std::memory_order_relaxed);
+    while (next < end) {
+        const uint64_t begin = std::max(next, first), left = end - begin;
+        const uint64_t count = std::min(std::max(left / 2 / grain * grain, grain), left);
+        if (next_item.compare_exchange_weak(next, begin + count, std::memory_order_relaxed))
+            return {(int)(begin - phase.first), (int)(begin + count - phase.first)};
     }
     return {0, 0};
 }

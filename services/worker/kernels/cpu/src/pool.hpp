@@ -36,7 +36,7 @@ class Pool final : public Team {
     int num_threads() const override { return num_threads_; }
     uint64_t first_item() const override { return first_item_; }
     int64_t now() const override;
-    Range claim(const Phase& phase, int grain) override;
+    Range claim(const Phase& phase, int thread, int grain) override;
     bool is_taken(const Phase& phase, int item) const override;
     bool take(const Phase& phase, int item) override;
     void finish(int thread, int count) override;
@@ -55,13 +55,14 @@ class Pool final : public Team {
     };
 
     void invite(const std::function<void(int)>& work);
+    Range claim_of_share(const Phase& phase, int owner, uint64_t grain);
     void serve(int thread);
     static void wait_while(const std::atomic<uint32_t>& value, uint32_t old);
 
     const int num_threads_;
     std::vector<int> cores_;  // by thread; empty where the system places threads
     uint64_t first_item_ = 0;
-    Counter next_item_;    // that nobody has claimed
+    std::vector<Counter> next_items_;  // of each thread's share, that nobody has claimed
     Counter next_number_;
     std::vector<Counter> num_done_;  // by thread; together the items done since the pool began
     // By item, counted from its phase's first: the end of the last phase in which it was taken.

@@ -80,8 +80,8 @@ OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& wei
     });
 }
 
-OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t) {
-    return {num_rows, num_panels, divided_up(num_rows, kMaxRows), kChunkTilesOfRows};
+OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t, int) {
+    return {num_rows, num_panels, divided_up(num_rows, kMaxRows), kChunkTilesOfRows, 1};
 }
 OCTAVO_INLINE void begin_products() {}
 OCTAVO_INLINE void end_products() {}
@@ -94,7 +94,7 @@ OCTAVO_INLINE int panels_at_once(int num_rows) { return kIsWide ? at_most(column
 template <class Groups, class MakeInputs, class Epilogue>
 void multiply_groups(Walk& walk, const Panels& weight, MakeInputs make_inputs, ptrdiff_t input_stride, int num_rows,
                      Epilogue epilogue) {
-    const Tiling tiling = tiling_of(num_rows, weight.num_panels, input_stride);
+    const Tiling tiling = tiling_of(num_rows, weight.num_panels, input_stride, walk.team.num_threads());
     const bool is_few = num_rows <= kFewRows;
     Inputs inputs{nullptr, input_stride};
     run_phase(

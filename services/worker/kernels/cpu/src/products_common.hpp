@@ -16,6 +16,7 @@ OCTAVO_INLINE Range share_of(int count, int thread, int num_threads) {
 constexpr int divided_up(int count, int divisor) { return (count + divisor - 1) / divisor; }
 
 // A product's items: tiles of rows in chunks, and of a chunk panel after panel, of which an item is one with one tile.
+// Rows are divided in multiples of `rows_together`.
 struct Tiling {
     struct Place {
         int panel;
@@ -23,7 +24,7 @@ struct Tiling {
         bool is_first_tile;  // of its chunk with this panel
     };
 
-    int num_rows, num_panels, num_tiles, tiles_of_chunk;
+    int num_rows, num_panels, num_tiles, tiles_of_chunk, rows_together;
 
     int num_items() const { return num_panels * num_tiles; }
 
@@ -31,12 +32,38 @@ struct Tiling {
         const int chunk = item / (num_panels * tiles_of_chunk), first_tile = chunk * tiles_of_chunk;
         const int count = at_most(num_tiles - first_tile, tiles_of_chunk);
         const int in_chunk = item - num_panels * first_tile, tile = first_tile + in_chunk % count;
-        return {in_chunk / count, share_of(num_rows, tile, num_tiles), tile == first_tile};
+        const Range parts = share_of(divided_up(num_rows, rows_together), tile, num_tiles);
+        const Range rows = {parts.first * rows_together, at_most(parts.end * rows_together, num_rows)};
+        return {in_chunk / count, rows, tile == first_tile};
     }
 };
 
 constexpr int kGroupBytes = 4;
 constexpr int kPanelGroupBytes = kPanelColumns * kGroupBytes;  // a group of inputs of all columns
+
+constexpr int kLineBytes = 64;
+#if defined(OCTAVO_AMX)
+// Rows lie in blocks, and of a block all first lines lie side by side, then all second ones: sixteen of them are a tile,
+// and a block's tiles follow one another in the order in which they are read.
+constexpr int kBlockRows = kMaxRowsAtOnce;
+#else
+constexpr int kBlockRows = 1;
+#endif
+
+// One row of inputs of a product: lines of 64 bytes, `kBlockRows` lines apart.
+struct InputRow {
+    char* first;
+
+    OCTAVO_INLINE char* at(ptrdiff_t byte) const {
+        return first + byte / kLineBytes * (kBlockRows * kLineBytes) + byte % kLineBytes;
+    }
+    OCTAVO_INLINE bf16* value(ptrdiff_t index) const { return (bf16*)at(index * (ptrdiff_t)sizeof(bf16)); }
+};
+
+// The row with this index of rows of `stride` bytes, which are whole lines.
+OCTAVO_INLINE InputRow input_row(const void* rows, ptrdiff_t index, ptrdiff_t stride) {
+    return {(char*)rows + index / kBlockRows * kBlockRows * stride + index % kBlockRows * kLineBytes};
+}
 
 // Rows of inputs in the type of the weight that they are multiplied with.
 struct Inputs {

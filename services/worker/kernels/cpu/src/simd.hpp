@@ -160,6 +160,19 @@ OCTAVO_INLINE void store_bf16(bf16* to, Vec v) {
 #endif
 }
 
+// The same with four bytes from one to the next, from `to` or, if `is_odd`, from two bytes behind it on. What lies between
+// them stays as it is.
+OCTAVO_INLINE void store_bf16_apart(bf16* to, bool is_odd, Vec v) {
+#if defined(OCTAVO_AVX512)
+    const __m512i words = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v.part[0]));
+    _mm512_mask_storeu_epi16(to, is_odd ? 0xaaaaaaaau : 0x55555555u, is_odd ? _mm512_slli_epi32(words, 16) : words);
+#else
+    alignas(64) bf16 rounded[kLanes];
+    store_bf16(rounded, v);
+    for (int i = 0; i < kLanes; ++i) to[2 * i + is_odd] = rounded[i];
+#endif
+}
+
 // The lanes are added in a fixed order.
 OCTAVO_INLINE float sum_of(Vec v) {
 #if defined(OCTAVO_AVX512)

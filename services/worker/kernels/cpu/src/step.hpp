@@ -83,10 +83,10 @@ OCTAVO_INLINE Vec norm_scale_of(const float* from, int size, int stride, float e
     return splat(1.0f / __builtin_sqrtf(sum_of(squares) / (float)size + eps));
 }
 
-void norm_row(const Shape& shape, const float* hidden, const float* weight, bf16* normed) {
+void norm_row(const Shape& shape, const float* hidden, const float* weight, InputRow normed) {
     const Vec scale = norm_scale_of(hidden, shape.hidden_size, shape.hidden_stride, shape.rms_norm_eps);
     for (int i = 0; i < shape.hidden_stride; i += kLanes)
-        store_bf16(normed + i, load(hidden + i) * scale * load(weight + i));
+        store_bf16(normed.value(i), load(hidden + i) * scale * load(weight + i));
 }
 
 // ---- Inputs of products ---------------------------------------------------------------------------------------------
@@ -110,17 +110,18 @@ void multiply_normed(const Step& step, Walk& walk, const Panels& weight, const f
     const Workspace& work = *step.workspace;
     const bool is_int8 = weight.type == ValueType::kInt8;
     const int stride = shape.hidden_stride;
-    // Makes one row of inputs.
-    const auto make_row = [&](int index, bf16* normed, char* quantized) {
-        const ptrdiff_t row = rows ? rows[index] : index;
-        norm_row(shape, work.hidden + row * stride, norm, normed);
-        if (is_int8) quantize_row(normed, stride, num_inputs_of(weight), rotated_scratch(work, walk.thread), quantized);
-    };
     const ptrdiff_t input_stride = input_stride_of(weight, stride);
+    // Makes one row of inputs.
+    const auto make_row = [&](int index, bf16* all_normed, char* all_quantized) {
+        const ptrdiff_t row = rows ? rows[index] : index;
+        const InputRow normed = input_row(all_normed, index, stride * (ptrdiff_t)sizeof(bf16));
+        norm_row(shape, work.hidden + row * stride, norm, normed);
+        if (is_int8)
+            quantize_row(normed, stride, num_inputs_of(weight), rotated_scratch(work, walk.thread),
+                         input_row(all_quantized, index, input_stride));
+    };
     if (num_rows > kOwnRows) {
-        run_short_items(walk, num_rows, [&](int index) {
-            make_row(index, work.normed + (ptrdiff_t)index * stride, work.quantized + index * input_stride);
-        });
+        run_short_items(walk, num_rows, [&](int index) { make_row(index, work.normed, work.quantized); });
         const char* inputs = is_int8 ? work.quantized : (const char*)work.normed;
         multiply(walk, weight, [=] { return inputs; }, input_stride, num_rows, epilogue);
         return;
@@ -131,14 +132,13 @@ void multiply_normed(const Step& step, Walk& walk, const Panels& weight, const f
     multiply(
         walk, weight,
         [&] {
-            for (int index = 0; index < num_rows; ++index)
-                make_row(index, normed + (ptrdiff_t)index * stride, quantized + index * input_stride);
+            for (int index = 0; index < num_rows; ++index) make_row(index, normed, quantized);
             return is_int8 ? (const char*)quantized : own;
         },
         input_stride, num_rows, epilogue);
 }
 
-// Maps all rows of a step, which lie in memory as they are.
+// Maps all rows of a step, which lie in memory as `InputRow` says.
 template <class Epilogue>
 void multiply_rows_of(const Step& step, Walk& walk, const Panels& weight, const bf16* rows, int stride,
                       Epilogue epilogue) {
@@ -150,8 +150,8 @@ void multiply_rows_of(const Step& step, Walk& walk, const Panels& weight, const 
         return;
     }
     const auto quantize = [&](int row, char* to) {
-        quantize_row(rows + (ptrdiff_t)row * stride, stride, num_inputs_of(weight), rotated_scratch(work, walk.thread),
-                     to + row * input_stride);
+        quantize_row(input_row(rows, row, stride * (ptrdiff_t)sizeof(bf16)), stride, num_inputs_of(weight),
+                     rotated_scratch(work, walk.thread), input_row(to, row, input_stride));
     };
     if (num_rows > kOwnRows) {
         run_short_items(walk, num_rows, [&](int row) { quantize(row, work.quantized); });
@@ -259,11 +259,9 @@ struct WriteHeads {
     OCTAVO_INLINE void write_values(int row, int kv_head, int first, Vec left, Vec right) const {
         const int64_t slot = step.batch->slot_mapping[row];
         const int head_dim = step.model->shape.head_dim, token = (int)(slot % kTileTokens);
-        bf16* to = tile(slot, kv_head) + kTileTokens * head_dim + (token / 2 * head_dim + first) * 2 + token % 2;
-        alignas(64) bf16 rounded[2 * kLanes];
-        store_bf16(rounded, left);
-        store_bf16(rounded + kLanes, right);
-        for (int i = 0; i < 2 * kLanes; ++i) to[2 * i] = rounded[i];
+        bf16* to = tile(slot, kv_head) + kTileTokens * head_dim + (token / 2 * head_dim + first) * 2;
+        store_bf16_apart(to, token % 2, left);
+        store_bf16_apart(to + 2 * kLanes, token % 2, right);
     }
 };
 
@@ -296,7 +294,7 @@ struct WriteGated {
 
     OCTAVO_INLINE void operator()(int row, int panel, Vec gate, Vec up) const {
         const Vec opened = activation == Activation::kSilu ? silu(gate) : gelu_tanh(gate);
-        store_bf16(inner + (ptrdiff_t)row * stride + panel * kLanes, opened * up);
+        store_bf16(input_row(inner, row, stride * (ptrdiff_t)sizeof(bf16)).value(panel * kLanes), opened * up);
     }
 };
 
@@ -410,7 +408,13 @@ void run_step(const Step& step, int thread) {
 void multiply_all_rows(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
                        int num_columns) {
     Walk walk(*step.team, thread);
-    multiply_rows_of(step, walk, weight, rows, stride, WriteColumns{to, num_columns, num_columns});
+    bf16* arranged = step.workspace->normed;
+    run_short_items(walk, step.batch->num_tokens, [&](int row) {
+        const InputRow copy = input_row(arranged, row, stride * (ptrdiff_t)sizeof(bf16));
+        for (int i = 0; i < stride; i += kLanes)
+            __builtin_memcpy(copy.value(i), rows + (ptrdiff_t)row * stride + i, kLanes * sizeof(bf16));
+    });
+    multiply_rows_of(step, walk, weight, arranged, stride, WriteColumns{to, num_columns, num_columns});
     end_products();
 }
 
