@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 
 from hypothesis import HealthCheck, settings
 
 _END_SECONDS = 60
+# The file itself: what stands for it in Python may be closed by then.
+_STDERR = 2
 
 
 def pytest_unconfigure() -> None:
     """Say what keeps this process alive after its last test, and end it, instead of waiting for ever."""
-    faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=_STDERR)
 
 
 # A busy machine is slow for seconds, which says nothing of what is tested.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from libs.kv import PrefixHash
@@ -26,7 +27,7 @@ class PrefixWork:
             # Reversed, so that what is done is popped from the end.
             self._hashes_of[handle] = mine[::-1]
 
-    def finish(self, handle: int, computed: SequenceOf[PrefixHash]) -> list[PrefixHash]:
+    def finish(self, handle: int, computed: Collection[PrefixHash]) -> list[PrefixHash]:
         """Note that blocks are computed; returns those that were waited for, or could have been."""
         mine = self._hashes_of.get(handle)
         if mine is None:
