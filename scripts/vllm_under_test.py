@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.bench_client import ClientUnavailable, client_python
-from scripts.octavo_under_test import REPOSITORY
+from scripts.bench_client import client_python
+from scripts.server_under_test import running_server
 from services.supervisor.ports import claim_port
 
-_READY_TIMEOUT_SECONDS = 600.0
-_STOP_TIMEOUT_SECONDS = 60.0
 _KV_CACHE_GIB = "1"
 
 
@@ -37,29 +31,5 @@ def running_vllm(folder: Path, *, served_model_name: str) -> Iterator[str]:
         # torch's compiler calls the tools that lie beside this Python.
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
     }
-    log = REPOSITORY / "build" / "vllm-serve.log"
-    with (
-        log.open("w") as output,
-        subprocess.Popen(command, cwd=REPOSITORY, env=environ, stdout=output, stderr=output) as process,
-    ):
-        try:
-            wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_TIMEOUT_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], base_url: str, log: Path) -> None:
-    """Wait until a server answers ``/health``; raises ClientUnavailable when it ends before or takes too long."""
-    deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{base_url}/health", timeout=2.0):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.25)
-    raise ClientUnavailable(f"{base_url} did not become healthy; {log} says why.")
+    with running_server(command, port, name="vllm-serve", environ=environ) as base_url:
+        yield base_url
