@@ -388,6 +388,25 @@ async def test_without_a_key_only_health_is_open(tmp_path: Path) -> None:
         assert SERVICE in names
 
 
+async def test_every_reflection_without_a_key_is_told_why(tmp_path: Path) -> None:
+    """Refused before its question is read, a call in twenty would end with the client's own failed write."""
+    keys = write_keys(tmp_path / "keys.json", {"sk-a": "tenant-a"})
+    async with open_stand(tmp_path / "data", "--api-keys-file", str(keys)) as stand:
+        refused = []
+        for _ in range(50):
+            async with make_channel(stand.gateway.grpc_address) as channel:
+                for _ in range(3):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await reflected_names(channel)
+                    refused.append(caught.value.code())
+        async with make_channel(stand.gateway.grpc_address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo().read()
+            refused.append(caught.value.code())
+
+    assert refused == [grpc.StatusCode.UNAUTHENTICATED] * 151
+
+
 async def test_a_drain_finishes_calls_and_refuses_new_ones(tmp_path: Path) -> None:
     async with open_stand(tmp_path) as stand, make_channel(stand.gateway.grpc_address) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)

@@ -6,8 +6,9 @@ serves HTTP.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -46,6 +47,7 @@ Context = Any
 _SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _OUR_REQUEST_ID: Final = "x-octavo-request-id"
 _CLIENT_REQUEST_ID: Final = "x-request-id"
+_QUESTION_TIMEOUT_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,10 @@ def make_inference_server(
 
 def _refusing(error: OctavoError) -> Any:
     async def refuse(requests: Any, context: Context) -> None:
+        # A client that still writes its question when the answer comes may see its own broken write instead.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_QUESTION_TIMEOUT_SECONDS):
+                await context.read()
         await abort_with(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
