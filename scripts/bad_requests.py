@@ -56,4 +56,11 @@ def bad_requests(model: str) -> Iterator[BadRequest]:
     tokens = list(range(10)) * 100_000
     raw = json.dumps({"model": model, "prompt": tokens}).encode()
     yield BadRequest("prompt of 1,000,000 token ids", request_bytes(raw, path="/v1/completions"))
+    # As many values as a body may have: these are read to their end.
+    raw = json.dumps({"model": model, "prompt": tokens[:500_000]}).encode()
+    yield BadRequest("prompt of 500,000 token ids", request_bytes(raw, path="/v1/completions"))
+    parts = [{"type": "text", "text": "a"}] * 15
+    yield BadRequest(
+        "30,000 parts of messages, one wrong", chat(messages=[{"role": "user", "content": parts}] * 2000, n=0)
+    )
     yield BadRequest("10,000 unknown fields", chat(**{f"unknown_{index}": index for index in range(10_000)}))

@@ -8,6 +8,7 @@ not know templates, requests or streams of output.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final
@@ -29,6 +30,9 @@ from libs.text.tokenizer_definition import (
     TokenizerDefinition,
     TokenType,
 )
+
+# One text at a time is encoded, so other threads of the library's own would only be woken for nothing.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _SPECIAL_TYPES: Final = frozenset({TokenType.CONTROL, TokenType.UNKNOWN})
 
@@ -138,7 +142,9 @@ class Tokenizer:
         """
         if self._max_bytes_in_token is None:
             return 0
-        return -(-len(text.encode(errors="replace")) // self._max_bytes_in_token)
+        # A copy of megabytes takes milliseconds; plain ASCII needs none.
+        num_bytes = len(text) if text.isascii() else len(text.encode(errors="replace"))
+        return -(-num_bytes // self._max_bytes_in_token)
 
     def encode_protected(self, rendered: str) -> list[int]:
         """Return the ids of text that was rendered from values which ``control_text`` protects."""

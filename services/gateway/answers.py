@@ -173,9 +173,12 @@ class AnswerSource:
         try:
             yield
         finally:
-            for task in starting:
+            # As a rule all have begun long ago, and an answer's end need not wait for two turns of the event loop.
+            looking = [task for task in starting if not task.done()]
+            for task in looking:
                 task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
+            if looking:
+                await asyncio.gather(*looking, return_exceptions=True)
 
     async def next_deltas(self) -> list[ChoiceDelta] | None:
         """Return what came next; None when nothing came for the time of a heartbeat.

@@ -43,6 +43,14 @@ class Framing:
     error_event: Callable[[OctavoError], bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class RequestBody:
+    """What is asked, as an object of JSON, and how many bytes said it."""
+
+    fields: dict[str, Any]
+    num_bytes: int
+
+
 class AnswerWriter(Protocol[Answered]):
     """Takes one answer, in parts or as a whole."""
 
@@ -86,8 +94,8 @@ class ClientCall(Protocol[Answered]):
     def remaining_seconds(self) -> float | None:
         """The time that the client gives; None for as much as this server gives."""
 
-    async def read_body(self) -> dict[str, Any]:
-        """Return what is asked, as an object of JSON; raises OctavoError."""
+    async def read_body(self) -> RequestBody:
+        """Return what is asked; raises OctavoError."""
 
     def new_writer(self, deadline: float) -> AnswerWriter[Answered]:
         """Return what takes the answer, until ``deadline`` on the event loop's clock."""

@@ -137,10 +137,10 @@ class Completions:
         slot: AdmissionSlot,
     ) -> Answered:
         body = await call.read_body()
-        head = read_head(body)
+        head = read_head(body.fields)
         exchange.accounts[0].model_name = self._model.own_name(head.model_name)
         exchange.accounts[0].is_streaming = head.is_streaming
-        request = endpoint.parse(body, self._model)
+        request = await self._text.check(lambda: endpoint.parse(body.fields, self._model), num_bytes=body.num_bytes)
         times = exchange.caller.times
         times.lap(Segment.PARSE)
         times.want(request.options, self._settings.stall_bound_seconds)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from aiohttp import ClientPayloadError, web
+from aiohttp import ClientPayloadError, StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from libs.errors import InvalidRequest, PayloadTooLarge, UnsupportedMediaType
+from services.gateway.json_body import JsonBody
 
 _JSON = "application/json"
 _CHARSETS = (None, "utf-8", "utf8", "us-ascii")
@@ -22,8 +23,8 @@ class BodyLimits:
     timeout_seconds: float
 
 
-async def read_json_body(request: web.Request, limits: BodyLimits) -> bytes:
-    """Return the bytes of a body that says that it is JSON.
+async def read_json_body(request: web.Request, limits: BodyLimits) -> JsonBody:
+    """Return a body that says that it is JSON, taken in parts as they come: between them others get their turn.
 
     Raises:
         UnsupportedMediaType: it says that it is something else, or compressed.
@@ -35,13 +36,21 @@ async def read_json_body(request: web.Request, limits: BodyLimits) -> bytes:
         raise _too_large(limits.max_bytes)
     try:
         async with asyncio.timeout(limits.timeout_seconds):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large(limits.max_bytes) from None
+            return await _read(request.content, limits.max_bytes)
     except TimeoutError:
         raise InvalidRequest(f"The body did not arrive within {limits.timeout_seconds:g} seconds.") from None
     except (ClientPayloadError, HttpProcessingError) as error:
         raise InvalidRequest("The body breaks the rules of HTTP, so it was not read to its end.") from error
+
+
+async def _read(content: StreamReader, max_bytes: int) -> JsonBody:
+    body, num_bytes = JsonBody(), 0
+    while data := await content.readany():
+        num_bytes += len(data)
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        body.add(data)
+    return body
 
 
 def _check_type(request: web.Request) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's chat completion request: from bytes to a type that cannot be wrong.
+"""OpenAI's chat completion request: from a JSON object to a type that cannot be wrong.
 
 Owns the meaning, the type and the bounds of its messages. It must not know HTTP, tokens of a prompt or engines.
 What is documented here is what clients may send; everything else is a 400 that names the field.
@@ -7,14 +7,10 @@ What is documented here is what clients may send; everything else is a 400 that 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-import orjson
 
 from libs.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from libs.text import ChatMessage
@@ -45,9 +41,6 @@ from services.gateway.tools import ToolUse, check_results, make_tool_use, read_c
 
 MAX_MESSAGES: Final = 2048
 MAX_CONTENT_PARTS: Final = 2048
-# Beyond what 2048 messages, 2048 parts and the largest schema can have.
-MAX_BODY_MEMBERS: Final = 65_536
-MAX_BODY_COMMAS: Final = 524_288
 MAX_MODEL_NAME_CHARACTERS: Final = 64
 
 # By role, the one that templates know.
@@ -103,50 +96,6 @@ class RequestHead:
 
     model_name: str
     is_streaming: bool
-
-
-def parse_json(raw: bytes) -> dict[str, Any]:
-    """Decode a body that must be a JSON object in UTF-8; NaN, Infinity and lone surrogates are not JSON."""
-    _check_num_values(raw)
-    try:
-        with _without_collector():
-            body = orjson.loads(raw)
-    except (orjson.JSONDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise InvalidRequest("The body must be a JSON object.")
-    return body
-
-
-def _check_num_values(raw: bytes) -> None:
-    """Refuse a body of more values than any request needs, at the cost of a look at its bytes.
-
-    Only what stands for structure counts as a member; a comma may also stand in text, so that limit is wide.
-    """
-    num_members = raw.count(b'":') - raw.count(b'\\":')
-    if num_members > MAX_BODY_MEMBERS:
-        # A conversation is the likeliest, and the only part of a body that may rightly be large.
-        is_conversation = raw.count(b'"role"') > MAX_MESSAGES
-        raise InvalidRequest(
-            f"The body's objects have {num_members} members; at most {MAX_BODY_MEMBERS} are taken.",
-            param="messages" if is_conversation else None,
-        )
-    if raw.count(b",") > MAX_BODY_COMMAS:
-        raise InvalidRequest(
-            f"The body has more than {MAX_BODY_COMMAS} commas, which are more values than are taken."
-        )
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep Python's collector from looking through all objects again and again while many are made at once."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def read_head(body: Mapping[str, Any]) -> RequestHead:

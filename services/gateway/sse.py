@@ -112,8 +112,8 @@ class SseWriter:
         """Write the last events and the end; raises as ``send`` does."""
         async with self._in_time():
             response = await self._opened()
-            await response.write(data + self.framing.done)
-            await response.write_eof()
+            # One write wakes the client once.
+            await response.write_eof(data + self.framing.done)
             return response
 
     async def fail(self, error: OctavoError) -> web.StreamResponse:
@@ -122,8 +122,7 @@ class SseWriter:
         response.force_close()
         try:
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await response.write(self.framing.error_event(error))
-                await response.write_eof()
+                await response.write_eof(self.framing.error_event(error))
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()

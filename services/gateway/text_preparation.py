@@ -1,7 +1,7 @@
 """From prompts to token ids, away from the event loop.
 
-Owns the threads that render templates, tokenize and hash, and the rules how much of a prompt is kept and how much
-output fits beside it. It must not know HTTP or engines.
+Owns the threads that check long requests, render templates, tokenize and hash, and the rules how much of a prompt
+is kept and how much output fits beside it. It must not know HTTP or engines.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ Result = TypeVar("Result")
 
 _NO_MARKS = NoMarks()
 _LONG_TEXT_CHARACTERS = 256 * 1024
+# Hundreds of thousands of token ids, or ten thousands of messages' parts, take tens of milliseconds to check.
+_LONG_BODY_BYTES = 256 * 1024
 # A character of a grammar costs as much as so many of a text; only decides which threads do the work.
 _CHARACTERS_PER_GRAMMAR_CHARACTER = 16
 # In these lies the marker of reasoning that a template writes at the end of a prompt, and white space after it.
@@ -90,6 +92,8 @@ class TextPreparation:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         # Long texts queue among themselves, so that they cannot hold up everybody else.
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="long-text")
+        # A long request that is wrong is told so while long texts of others are tokenized.
+        self._long_body_thread = ThreadPoolExecutor(1, thread_name_prefix="long-body")
 
     async def prepare(
         self,
@@ -129,6 +133,12 @@ class TextPreparation:
         text = await self.run(prepare, num_characters=num_characters)
         marks.lap(Segment.EVENT_LOOP)
         return text
+
+    async def check(self, work: Callable[[], Result], *, num_bytes: int) -> Result:
+        """Do work that checks a request of so many bytes: at once, or in a thread where that may take long."""
+        if num_bytes <= _LONG_BODY_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._long_body_thread, work)
 
     async def run(self, work: Callable[[], Result], *, num_characters: int) -> Result:
         """Do work on so much text in a thread."""
@@ -178,7 +188,7 @@ class TextPreparation:
 
     def close(self) -> None:
         """Stop the threads; work that has not begun is dropped."""
-        for threads in (self._threads, self._long_text_thread):
+        for threads in (self._threads, self._long_text_thread, self._long_body_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(

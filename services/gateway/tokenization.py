@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from libs.errors import InvalidRequest
 from libs.text import IncrementalDetokenizer
@@ -24,6 +24,8 @@ from services.gateway.openai_values import are_token_ids
 from services.gateway.prompts import Prompt, TextPrompt
 from services.gateway.text_preparation import TextPreparation
 from services.gateway.tools import read_tools
+
+Parsed = TypeVar("Parsed")
 
 TOKENIZE_TEXT_FIELDS: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
 TOKENIZE_CHAT_FIELDS: Final = frozenset(
@@ -69,7 +71,7 @@ class Tokenization:
     async def tokenize(self, call: ClientCall[Any]) -> dict[str, Any]:
         """Return a prompt's tokens; raises OctavoError for what is no prompt."""
         with self._admission.admit() as slot, slot.interruptible():
-            request = parse_tokenization(await self._read(call), self._model)
+            request = await self._parsed(call, parse_tokenization)
             token_ids = await self._text.run(
                 lambda: self._text.token_ids_of(request.prompt), num_characters=request.prompt.num_characters
             )
@@ -84,7 +86,7 @@ class Tokenization:
     async def count_message_tokens(self, call: ClientCall[Any]) -> dict[str, Any]:
         """Return the number of a message request's tokens, for Anthropic's clients; raises OctavoError."""
         with self._admission.admit() as slot, slot.interruptible():
-            prompt = parse_token_count(await self._read(call), self._model)
+            prompt = await self._parsed(call, parse_token_count)
             token_ids = await self._text.run(
                 lambda: self._text.token_ids_of(prompt), num_characters=prompt.num_characters
             )
@@ -93,16 +95,18 @@ class Tokenization:
     async def detokenize(self, call: ClientCall[Any]) -> dict[str, Any]:
         """Return the text of tokens, control tokens included; raises OctavoError for what are no tokens."""
         with self._admission.admit() as slot, slot.interruptible():
-            token_ids = parse_detokenization(await self._read(call), self._model)
+            token_ids = await self._parsed(call, parse_detokenization)
             text = await self._text.run(
                 lambda: self._text_of(token_ids), num_characters=_CHARACTERS_PER_TOKEN * len(token_ids)
             )
         return {"prompt": text}
 
-    async def _read(self, call: ClientCall[Any]) -> Mapping[str, Any]:
+    async def _parsed(
+        self, call: ClientCall[Any], parse: Callable[[Mapping[str, Any], ModelFacts], Parsed]
+    ) -> Parsed:
         body = await call.read_body()
-        check_access(call.caller.tenant, self._model, _optional_model(body, self._model))
-        return body
+        check_access(call.caller.tenant, self._model, _optional_model(body.fields, self._model))
+        return await self._text.check(lambda: parse(body.fields, self._model), num_bytes=body.num_bytes)
 
     def _text_of(self, token_ids: list[int]) -> str:
         detokenizer = IncrementalDetokenizer(self._text.model_text.tokenizer, skip_special_tokens=False)

@@ -402,6 +402,29 @@ async def test_a_body_over_the_limit_is_refused_with_and_without_a_length(stand:
     assert statuses == [(413, "payload_too_large")] * 2
 
 
+async def test_a_large_body_is_read_alike_in_one_part_and_in_many(stand: Stand) -> None:
+    raw = json.dumps(chat(messages=[{"role": "user", "content": "the quick brown fox " * 150_000}])).encode()
+    members = json.dumps(chat(logit_bias={str(index): 1 for index in range(70_000)})).encode()
+
+    async def parts(body: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 9_973):
+            yield body[start : start + 9_973]
+
+    errors = []
+    for body in (raw, members):
+        for data in (body, parts(body)):
+            async with stand.gateway.http.post(
+                "/v1/chat/completions", data=data, headers={"Content-Type": "application/json"}
+            ) as response:
+                errors.append((response.status, (await response.json())["error"]))
+
+    assert [(status, error["code"]) for status, error in errors[::2]] == [
+        (400, "context_length_exceeded"),
+        (400, None),
+    ]
+    assert errors[::2] == errors[1::2]
+
+
 @pytest.mark.parametrize(
     "raw", [b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n"]
 )

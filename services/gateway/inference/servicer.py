@@ -20,7 +20,7 @@ from libs.obs import get_logger
 from libs.protogen.inference.v1 import inference_pb2, inference_pb2_grpc
 from libs.rpc import Registration, RpcServer, abort_with, make_server
 from services.gateway.answer_format import AnswerFormat, AnswerHead
-from services.gateway.client_call import Caller, read_client_request_id, read_traceparent
+from services.gateway.client_call import Caller, RequestBody, read_client_request_id, read_traceparent
 from services.gateway.completions import Completions
 from services.gateway.endpoints import CHAT, TEXT, Endpoint, Request
 from services.gateway.http_errors import internal_error, known_error
@@ -68,11 +68,11 @@ class GrpcCall:
         remaining: float | None = self.context.time_remaining()
         return remaining
 
-    async def read_body(self) -> dict[str, Any]:
+    async def read_body(self) -> RequestBody:
         """Return the body; raises OctavoError."""
         if self.num_bytes > self.max_bytes:
             raise PayloadTooLarge(f"The message is larger than this server's limit of {self.max_bytes} bytes.")
-        return self.to_body()
+        return RequestBody(self.to_body(), self.num_bytes)
 
     def new_writer(self, deadline: float) -> MessageWriter:
         """Return what writes the answer."""

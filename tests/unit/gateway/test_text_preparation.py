@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from libs.kv import prefix_hashes
 from libs.text import ChatMessage, ModelText
 from services.gateway.generation_options import GenerationOptions
 from services.gateway.openai_schema import ModelFacts, ValidChatCompletion, parse_chat_completion
+from services.gateway.openai_text_schema import parse_text_completion
 from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import PreparedPrompt, TextPreparation, fit_output
@@ -251,3 +253,26 @@ async def test_what_a_template_may_drop_is_tokenized_before_it_is_refused(text: 
     prepared = await text.prepare([blank], options(), cache_salt=b"", max_model_len=8192)
 
     assert len(prepared.prompts[0].token_ids) > 8192
+
+
+async def test_long_requests_are_checked_in_a_thread_that_long_texts_do_not_hold(text: TextPreparation) -> None:
+    is_refused = threading.Event()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(text.run(lambda: is_refused.wait(10), num_characters=1_000_000))
+        threads = [await text.check(threading.get_ident, num_bytes=num_bytes) for num_bytes in (1_000, 1_000_000)]
+        is_refused.set()
+
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
+async def test_what_is_wrong_with_a_long_request_is_raised_where_it_is_awaited(text: TextPreparation) -> None:
+    token_ids = [*range(1000)] * 300
+
+    with pytest.raises(InvalidRequest) as refused:
+        await text.check(
+            lambda: parse_text_completion({"model": "tiny", "prompt": [*token_ids, "x"]}, ModelFacts("tiny", 1000)),
+            num_bytes=1_000_000,
+        )
+
+    assert refused.value.param == "prompt"

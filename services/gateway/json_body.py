@@ -1,0 +1,99 @@
+"""The JSON object of a request: counted while its bytes come, and read when all are there.
+
+Owns how many values a body may have and what counts as JSON. It must not know HTTP, nor what a field means.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import orjson
+
+from libs.errors import InvalidRequest
+
+# Beyond what 2048 messages, 2048 parts and the largest schema can have.
+MAX_BODY_MEMBERS: Final = 65_536
+MAX_BODY_COMMAS: Final = 524_288
+# More roles than any conversation has that is taken: then it is the messages that are too many.
+_MANY_ROLES: Final = 2048
+
+
+class JsonBody:
+    """A body as it comes. Each part is looked at by itself, so that a large body never takes long at once.
+
+    Of a body with more values than any request needs, no more is kept.
+    """
+
+    def __init__(self) -> None:
+        self._raw = bytearray()
+        self._num_members = 0
+        self._num_commas = 0
+        self._refusal: InvalidRequest | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """How much there is to read."""
+        return len(self._raw)
+
+    def add(self, data: bytes) -> None:
+        """Take the bytes that came next."""
+        if self._refusal is not None:
+            return
+        start = len(self._raw)
+        self._raw += data
+        # Only what stands for structure counts as a member; a comma may also stand in text, so that limit is wide.
+        self._num_members += self._count(b'":', start) - self._count(b'\\":', start)
+        self._num_commas += self._count(b",", start)
+        self._refusal = self._refusal_so_far()
+        if self._refusal is not None:
+            self._raw = bytearray()
+
+    def parse(self) -> dict[str, Any]:
+        """Return the object, which must be in UTF-8; NaN, Infinity and lone surrogates are not JSON.
+
+        Raises:
+            InvalidRequest: it is no such object, or has too many values.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        try:
+            with _without_collector():
+                body = orjson.loads(self._raw)
+        except (orjson.JSONDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
+        if not isinstance(body, dict):
+            raise InvalidRequest("The body must be a JSON object.")
+        return body
+
+    def _count(self, pattern: bytes, start: int) -> int:
+        """Count what ends at ``start`` or behind it; a pattern may have begun in the part before."""
+        return self._raw.count(pattern, max(0, start - len(pattern) + 1))
+
+    def _refusal_so_far(self) -> InvalidRequest | None:
+        if self._num_members > MAX_BODY_MEMBERS:
+            # A conversation is the likeliest, and the only part of a body that may rightly be large.
+            is_conversation = self._raw.count(b'"role"') > _MANY_ROLES
+            return InvalidRequest(
+                f"The body's objects have too many members; at most {MAX_BODY_MEMBERS} are taken.",
+                param="messages" if is_conversation else None,
+            )
+        if self._num_commas > MAX_BODY_COMMAS:
+            return InvalidRequest(
+                f"The body has more than {MAX_BODY_COMMAS} commas, which are more values than are taken."
+            )
+        return None
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep Python's collector from looking through all objects again and again while many are made at once."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,98 @@
+"""What counts as the JSON object of a request, in whatever parts its bytes come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from libs.errors import InvalidRequest
+from services.gateway.json_body import MAX_BODY_MEMBERS, JsonBody
+
+
+def parsed(raw: bytes, *, part_bytes: int = 2**18) -> dict[str, Any]:
+    """Read a body that comes in parts of this size."""
+    body = JsonBody()
+    for start in range(0, len(raw), part_bytes):
+        body.add(raw[start : start + part_bytes])
+    return body.parse()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"hello",
+        b"[]",
+        b'"x"',
+        b"5",
+        b"null",
+        b'{"temperature": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"temperature": -Infinity}',
+        b'{"temperature": 1e999}',
+        b'{"model": "\\ud83d"}',
+        b'{"model": "\\udc00x"}',
+        b'{"model": "\xff"}',
+        b"\xef\xbb\xbf{}",
+        b"[" * 100_000,
+        b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parsed(raw)
+
+
+def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
+    members = b'{"logit_bias":{' + b",".join(b'"%d":1' % index for index in range(70_000)) + b"}}"
+    values = b'{"prompt":[' + b"1," * 600_000 + b"1]}"
+
+    for raw in (members, values):
+        with pytest.raises(InvalidRequest, match=r"at most 65536|more than 524288"):
+            parsed(raw)
+
+
+def test_a_text_that_holds_json_has_no_members() -> None:
+    text = orjson.dumps({"a": 1}).decode() * 70_000
+
+    assert parsed(orjson.dumps({"prompt": text})) == {"prompt": text}
+
+
+@pytest.mark.parametrize("part_bytes", range(1, 9))
+@pytest.mark.parametrize("surplus", [0, 1])
+def test_members_are_counted_right_however_a_body_is_cut(part_bytes: int, surplus: int) -> None:
+    """Every border of two parts falls into some member's quote and colon."""
+    num_members = MAX_BODY_MEMBERS + surplus
+    # The value holds what would be a member if its quote did not belong to the text.
+    raw = b'{"a":"\\":"' + b',"b":1' * (num_members - 1) + b"}"
+    body = JsonBody()
+    # The beginning in small parts, the rest at once: what is counted twice or not at all shows in the sum.
+    for start in range(0, 6_000, part_bytes):
+        body.add(raw[start : min(start + part_bytes, 6_000)])
+    body.add(raw[6_000:])
+
+    if surplus > 0:
+        with pytest.raises(InvalidRequest, match="at most 65536"):
+            body.parse()
+    else:
+        assert body.parse() == {"a": '":', "b": 1}
+
+
+def test_a_conversation_of_too_many_messages_is_refused_by_name() -> None:
+    raw = orjson.dumps({"messages": [{"role": "user", "content": "a"}] * 100_000})
+
+    with pytest.raises(InvalidRequest) as caught:
+        parsed(raw)
+
+    assert caught.value.param == "messages"
+
+
+def test_nothing_is_kept_of_a_body_that_will_be_refused() -> None:
+    body = JsonBody()
+    for _ in range(20):
+        body.add(b'{"a":1},' * 10_000)
+
+    assert body.num_bytes == 0
