@@ -96,3 +96,14 @@ def test_nothing_is_kept_of_a_body_that_will_be_refused() -> None:
         body.add(b'{"a":1},' * 10_000)
 
     assert body.num_bytes == 0
+
+
+@pytest.mark.parametrize("ending", [b"", b'"', b'",', b'":tru'])
+def test_a_large_body_that_is_cut_is_refused(ending: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parsed(b'{"model":"' + b"a" * 100_000 + ending)
+
+
+@pytest.mark.parametrize("ending", [b"}", b"}\n", b"}" + b" " * 1_000])
+def test_a_large_body_may_end_with_white_space(ending: bytes) -> None:
+    assert parsed(b'{"model":"' + b"a" * 100_000 + b'"' + ending) == {"model": "a" * 100_000}
