@@ -113,7 +113,7 @@ def _measure_all(
         if options.against:
             other = stack.enter_context(running_gateway(engine_address, Path(options.against), cores=gateway_cores))
         result: dict[str, Any] = {"relay": [], "ttft": {}, "bad_input": {}}
-        against: dict[str, Any] = {"relay": [], "ttft": {}, "ratios": []}
+        against: dict[str, Any] = {"relay": [], "ttft": {}, "bad_input": {}, "ratios": []}
         for num_streams in options.streams if "relay" in options.only else ():
             result["relay"].append(_measure_relay(gateway, num_streams, options))
             if other is not None:
@@ -126,6 +126,7 @@ def _measure_all(
             against["ttft"] = others_ttft[0] if others_ttft else {}
         if "bad_input" in options.only:
             result["bad_input"] = _measure_bad_input(gateway, options)
+            against["bad_input"] = {} if other is None else _measure_bad_input(other, options)
         return result if other is None else result | {"against": against}
 
 
