@@ -86,17 +86,6 @@ OCTAVO_INLINE void add_tile_products() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROW), "i"(COLUMN) : "memory");
 }
 
-// Bytes from one line that is asked for to the next: the processor fetches the lines between by itself. Each that is asked
-// for takes one of the few places for lines under way to a core, which loads need too. Panels of int8 values, half as long,
-// were read more slowly like that.
-template <class Groups>
-constexpr int kFetchDistance = Groups::kIsInt8 ? kTileLineBytes : 512;
-
-template <class Groups>
-OCTAVO_INLINE void prefetch_lines(const void* from, int num_bytes) {
-    for (int offset = 0; offset < num_bytes; offset += kFetchDistance<Groups>) prefetch((const char*)from + offset);
-}
-
 // Into the first-level cache, unlike `prefetch`.
 template <int LINES>
 OCTAVO_INLINE void fetch_into_first_level(const char* from, Int<LINES>) {
@@ -113,20 +102,12 @@ struct TileView {
     ptrdiff_t input_stride;
 };
 
-// Memory to fetch while products are computed: so much with each step of inputs.
-struct Fetch {
-    const char* from;
-    int bytes_per_step;
-};
-
-constexpr Fetch kFetchNothing = {nullptr, 0};
-
 // Writes the sums of ROWS tiles of rows with COLUMNS tiles of columns to `to`, lines `to_stride` bytes apart and column
 // tiles `kTileLineBytes`. Sums that go on begin with what is there.
 template <class Groups, int ROWS, int COLUMNS>
 __attribute__((noinline)) void tile_products(char* to, ptrdiff_t to_stride, bool goes_on,
                                              const TileView (&rows)[ROWS], const TileView (&columns)[COLUMNS],
-                                             int num_steps, Fetch fetch) {
+                                             int num_steps) {
     static_assert(ROWS * COLUMNS <= kSumTiles);
     const auto address_of = [&](int sum) __attribute__((always_inline)) {
         return to + sum / COLUMNS * kTileRows * to_stride + sum % COLUMNS * kTileLineBytes;
@@ -139,7 +120,6 @@ __attribute__((noinline)) void tile_products(char* to, ptrdiff_t to_stride, bool
             clear_tile<k>();
     });
     for (int step = 0; step < num_steps; ++step) {
-        prefetch_lines<Groups>(fetch.from + (ptrdiff_t)step * fetch.bytes_per_step, fetch.bytes_per_step);
         // With one tile of rows the registers of the columns take turns; with more, those of the rows.
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
             constexpr int j = decltype(column)::value, kColumn = kFirstColumnTile + j % 2;

@@ -45,10 +45,30 @@ struct BlockView {
     int num_steps;
 };
 
+// Memory to fetch while products are computed: so much with each step of inputs, a line of each DISTANCE bytes.
+template <int DISTANCE>
+struct Fetch {
+    const char* from;
+    int bytes_per_step;
+
+    OCTAVO_INLINE void ask_at(int step) const {
+        const char* first = from + (ptrdiff_t)step * bytes_per_step;
+        for (int offset = 0; offset < bytes_per_step; offset += DISTANCE) prefetch(first + offset);
+    }
+};
+
+// With few blocks of rows the memory's rate is what counts: the processor fetches the lines between by itself, and each
+// that is asked for takes one of the few places for lines under way to a core, which loads need too. With more blocks
+// there is time for every line, and what has not come by then would be waited for.
+constexpr int kFewBlocks = 2;
+template <class Groups, bool IS_FEW_BLOCKS>
+constexpr int kFetchDistance = IS_FEW_BLOCKS && !Groups::kIsInt8 ? 512 : kTileLineBytes;
+
 // Adds to `sums` the products of a block, or of the sixteen rows that there are of it, with a panel. `beside(step)` is
 // work of another kind: the processor does it while tiles are multiplied.
-template <class Groups, int ROW_TILES, class Beside>
-__attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView view, Fetch fetch, Beside beside) {
+template <class Groups, int ROW_TILES, int DISTANCE, class Beside>
+__attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView view, Fetch<DISTANCE> fetch,
+                                         Beside beside) {
     const auto address_of = [&](int sum) __attribute__((always_inline)) {
         return sums + sum / 2 * kTileRows * kPanelSumBytes + sum % 2 * kTileLineBytes;
     };
@@ -62,7 +82,7 @@ __attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView vie
     for (int step = 0; step < view.num_steps; ++step) {
         const char* rows = view.rows + step * kBlockStepBytes;
         const char* columns = view.columns + step * kStepBytes;
-        prefetch_lines<Groups>(fetch.from + (ptrdiff_t)step * fetch.bytes_per_step, fetch.bytes_per_step);
+        fetch.ask_at(step);
         fetch_into_first_level(step + 1 < view.num_steps ? rows + kBlockStepBytes : view.next_rows,
                                Int<ROW_TILES * kTileRows>{});
         load_tile<kFirstColumnTile>(columns, kPanelGroupBytes);
@@ -104,7 +124,7 @@ OCTAVO_INLINE void multiply_panels(const Claim& claim, const Panels& weight, int
         columns[j] = {weight.data + (panel + j / 2) * weight.panel_bytes + j % 2 * kTileLineBytes, kPanelGroupBytes,
                       kStepBytes};
     tile_products<Groups, 1, 2 * NUM_PANELS>(sums, NUM_PANELS * kPanelSumBytes, false, rows, columns,
-                                             weight.num_groups / kTileGroups, kFetchNothing);
+                                             weight.num_groups / kTileGroups);
     for (int p = 0; p < NUM_PANELS; ++p)
         claim.write(panel + p, [&] {
             hand_on<Groups>(sums + p * kPanelSumBytes, NUM_PANELS * kPanelSumBytes, panel + p, 0, num_rows, epilogue);
@@ -122,15 +142,14 @@ OCTAVO_INLINE void multiply_few_rows(const Claim& claim, const Panels& weight, c
 }
 
 // The products of one panel with a chunk of rows, block by block.
-template <class Groups>
+template <class Groups, int DISTANCE>
 struct PanelProducts {
     const Panels& weight;
     const Inputs& inputs;
     int panel;
     Range rows;
-    char* sums;        // [rows][32]
-    const char* next;  // of the next panel, which is fetched a little with each step
-    int bytes_per_step;
+    char* sums;            // [rows][32]
+    Fetch<DISTANCE> next;  // of the next panel
 
     OCTAVO_INLINE const char* rows_of(int block, int step) const {
         return input_row(inputs.data, rows.first + block * kBlockRows, inputs.stride).first + step * kBlockStepBytes;
@@ -141,8 +160,8 @@ struct PanelProducts {
         const BlockView view = {rows_of(block, steps.first),
                                 weight.data + panel * weight.panel_bytes + steps.first * kStepBytes,
                                 rows_of(next_block, steps.first), steps.end - steps.first};
-        const Fetch fetch = {next, bytes_per_step};
-        next += view.num_steps * bytes_per_step;
+        const Fetch<DISTANCE> fetch = next;
+        next.from += view.num_steps * next.bytes_per_step;
         char* to = sums + block * kBlockSumBytes;
         if (rows.end - rows.first - block * kBlockRows > kTileRows)
             add_block<Groups, 2>(to, steps.first > 0, view, fetch, beside);
@@ -151,16 +170,16 @@ struct PanelProducts {
     }
 };
 
-// What lies beyond the rows in memory is read and its results are dropped.
-template <class Groups, class Epilogue>
-OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& weight, int panel, const Inputs& inputs,
-                                 Range rows, bool, Epilogue& epilogue) {
+template <bool IS_FEW_BLOCKS, class Groups, class Epilogue>
+OCTAVO_INLINE void multiply_blocks(const Claim& claim, int item, const Panels& weight, int panel, const Inputs& inputs,
+                                   Range rows, Epilogue& epilogue) {
     alignas(64) char sums[kMaxChunkRows * kPanelSumBytes];
     const int num_steps = weight.num_groups / kTileGroups, num_blocks = divided_up(rows.end - rows.first, kBlockRows);
     const int num_parts = num_blocks > 1 ? divided_up(num_steps, kStepsAtOnce) : 1;
-    PanelProducts<Groups> products = {
-        weight, inputs, panel, rows, sums, weight.data + (panel + 1) * weight.panel_bytes,
-        divided_up(divided_up((int)weight.panel_bytes, num_steps * num_blocks), kTileLineBytes) * kTileLineBytes};
+    const int bytes_per_step =
+        divided_up(divided_up((int)weight.panel_bytes, num_steps * num_blocks), kTileLineBytes) * kTileLineBytes;
+    PanelProducts<Groups, kFetchDistance<Groups, IS_FEW_BLOCKS>> products = {
+        weight, inputs, panel, rows, sums, {weight.data + (panel + 1) * weight.panel_bytes, bytes_per_step}};
     for (int part = 0; part + 1 < num_parts; ++part)
         for (int block = 0; block < num_blocks; ++block)
             products.add(block, (block + 1) % num_blocks, share_of(num_steps, part, num_parts), [](int) {});
@@ -180,6 +199,16 @@ OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& wei
                          });
         hand_on_rows(num_blocks - 1, {0, kBlockRows});
     });
+}
+
+// What lies beyond the rows in memory is read and its results are dropped.
+template <class Groups, class Epilogue>
+OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& weight, int panel, const Inputs& inputs,
+                                 Range rows, bool, Epilogue& epilogue) {
+    if (rows.end - rows.first <= kFewBlocks * kBlockRows)
+        multiply_blocks<true, Groups>(claim, item, weight, panel, inputs, rows, epilogue);
+    else
+        multiply_blocks<false, Groups>(claim, item, weight, panel, inputs, rows, epilogue);
 }
 
 }  // namespace

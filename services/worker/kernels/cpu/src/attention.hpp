@@ -97,7 +97,7 @@ class TileAttention {
                           kTileInputs / 2 * kTileLineBytes};
         float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
         tile_products<Bfloat16Pairs, ROW_TILES, TILES>((char*)to, kChunkTokens * sizeof(float), false, rows, columns,
-                                        shape_.head_dim / kTileInputs, kFetchNothing);
+                                                       shape_.head_dim / kTileInputs);
     }
 
     void score(Range tiles) {
