@@ -68,6 +68,16 @@ class Worker:
         self.channel = make_channel(address)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
 
+    @property
+    def loading(self) -> LoadRequest | None:
+        """The load that was asked for last."""
+        return None if self.servicer._load is None else self.servicer._load.request
+
+    @property
+    def num_waiting_for_the_thread(self) -> int:
+        """Loads, steps and new streams that the runner's thread has yet to begin."""
+        return self.servicer._thread._work_queue.qsize()
+
     async def load(self, request: worker_pb2.LoadModelRequest = LOAD) -> list[worker_pb2.LoadModelResponse]:
         async with open_stream(self.stub.LoadModel, request, on_lost=WorkerLost) as stream:
             return [report async for report in stream]
@@ -91,6 +101,12 @@ class Steps:
     async def answer(self) -> worker_pb2.ExecuteStepsResponse:
         response: worker_pb2.ExecuteStepsResponse = await anext(self._answers)
         return response
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def new(slot: int, token_ids: list[int]) -> worker_pb2.NewSequence:
@@ -203,9 +219,7 @@ async def test_only_rank_0_answers_steps(worker: Worker) -> None:
     async with worker.steps() as steps:
         await steps.send(**FIRST_STEP)
         await steps.send(**NEXT_STEP)
-        async with asyncio.timeout(5):
-            while worker.metrics.steps._value.get() < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: worker.metrics.steps._value.get() == 2)
 
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -218,11 +232,9 @@ async def test_a_load_that_another_replaces_ends_at_its_next_report(worker: Work
     other.block_size = 8
     worker.runner.may_load.clear()
     first = asyncio.create_task(worker.load())
-    async with asyncio.timeout(5):
-        while worker.runner.num_loads < 1:
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.runner.num_loads == 1)
     second = asyncio.create_task(worker.load(other))
-    await asyncio.sleep(0.05)
+    await until(lambda: worker.loading is not None and worker.loading.block_size == 8)
 
     worker.runner.may_load.set()
 
@@ -274,9 +286,11 @@ async def test_a_step_of_an_ended_stream_does_not_reach_the_new_one(worker: Work
         await older.send(**FIRST_STEP)
         await older.send(**NEXT_STEP)
         assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
+        await until(lambda: worker.num_waiting_for_the_thread == 1)
         async with worker.steps() as newer:
             await newer.send(**FIRST_STEP)
-            await asyncio.sleep(0.05)
+            # The newer stream's beginning, behind the older one's second step.
+            await until(lambda: worker.num_waiting_for_the_thread == 2)
             worker.runner.may_step.set()
             answer = await newer.answer()
 
@@ -291,7 +305,7 @@ async def test_a_step_that_waits_begins_while_the_loop_is_busy(worker: Worker) -
         await steps.send(**FIRST_STEP)
         await steps.send(**NEXT_STEP)
         assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
-        await asyncio.sleep(0.05)  # Both steps are with the thread now.
+        await until(lambda: worker.num_waiting_for_the_thread == 1)
         worker.runner.is_in_step.clear()
 
         worker.runner.may_step.set()
@@ -308,7 +322,7 @@ async def test_a_step_behind_one_that_failed_does_not_run(worker: Worker) -> Non
         await steps.send(**FIRST_STEP | {"new_sequences": []})
         await steps.send(**FIRST_STEP)
         assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
-        await asyncio.sleep(0.05)  # Both steps are with the thread now.
+        await until(lambda: worker.num_waiting_for_the_thread == 1)
         worker.runner.may_step.set()
 
         with pytest.raises(InternalError):
