@@ -428,8 +428,9 @@ async def test_a_router_that_is_stopped_rejects_who_waits_and_ends_the_streams(t
     with running_router(tmp_path) as leaving:
         async with gateway(leaving, "any") as client:
             await client.enqueue()
-            # Its answer comes after the enqueue has been read.
-            await client.engines()
+            # What is sent is read in its order, so that this answer comes after the first request was queued.
+            with pytest.raises(DeadlineExceeded):
+                await client.place(remaining_seconds=0.0)
 
             leaving.ask_to_stop()
 
