@@ -33,6 +33,8 @@ class Script:
     # Before the first step and between steps.
     first_delay_seconds: float = 0.0
     step_delay_seconds: float = 0.0
+    # The last step waits for this event.
+    last_step_after: asyncio.Event | None = None
     # The end when all tokens were sent; the request's own limit ends it before, by length.
     reason: int = generation_pb2.FINISH_REASON_STOP
     # The last token is then the one that ended the output.
@@ -325,6 +327,8 @@ class _Stream:
         for index, chunk in enumerate(chunks):
             if index:
                 await asyncio.sleep(script.step_delay_seconds)
+            if index == len(chunks) - 1 and script.last_step_after is not None:
+                await script.last_step_after.wait()
             running.num_sent += len(chunk)
             if index < len(chunks) - 1 or (fails and not is_cut):
                 self._send(self._tokens(running, chunk))

@@ -15,7 +15,7 @@ import aiohttp
 
 from libs.text import ModelText, load_model_text, resolve_model_path
 from services.gateway.api_keys import ApiKey, KeyTable, digest_of, write_table
-from tests.fakes.fake_generation_engine import FakeGenerationEngine
+from tests.fakes.fake_generation_engine import FakeGenerationEngine, Script
 from tests.fakes.fake_router import FakeRouter
 from tests.fakes.fake_telemetry import FakeTelemetry
 
@@ -85,6 +85,13 @@ class Stand:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of plain text."""
         return self.model_text.tokenizer.encode(text, allow_special=False)
+
+    async def until_all_is_taken(self) -> None:
+        """Return when the gateway has taken what the engine has sent: another answer came the same way after."""
+        self.engine.scripts.appendleft(Script(token_ids=self.encode("x")))
+        body = {"model": MODEL_NAME, "prompt": "x"}
+        async with self.gateway.http.post("/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
 
 
 class open_stand:  # Reads as the context manager that it is.

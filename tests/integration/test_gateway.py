@@ -481,8 +481,9 @@ async def test_a_client_that_leaves_ends_its_request_on_the_engine(
 
     leaving = asyncio.create_task(post_and_read(stand, stream=is_streaming))
     await stand.engine.wait_until(lambda: len(stand.engine.submits) > num_submits)
-    request_id = stand.engine.submits[-1].request_id
-    await asyncio.sleep(0.1)
+    submit = stand.engine.submits[-1]
+    request_id = submit.request_id
+    await stand.until_all_is_taken()
     leaving.cancel()
     await stand.engine.wait_until(lambda: request_id in stand.engine.aborted_ids)
     record = await stand.telemetry.wait_for(request_id)
@@ -490,7 +491,7 @@ async def test_a_client_that_leaves_ends_its_request_on_the_engine(
 
     assert record.status == telemetry_pb2.REQUEST_STATUS_ABORTED
     assert record.completion_tokens == len(token_ids)
-    assert record.prompt_tokens == len(stand.engine.submits[-1].prompt_token_ids)
+    assert record.prompt_tokens == len(submit.prompt_token_ids)
     assert request_id not in stand.engine.running_ids
 
 
@@ -576,10 +577,10 @@ async def test_the_engine_dies_before_and_after_the_first_token_and_comes_back(s
     num_submits, address = len(stand.engine.submits), stand.engine.address
     streaming = asyncio.create_task(post_and_read(stand, stream=True))
     await stand.engine.wait_until(lambda: len(stand.engine.submits) > num_submits)
-    await asyncio.sleep(0.1)
+    await stand.until_all_is_taken()
     stand.engine.default_script = Script(hangs=True)
     waiting = asyncio.create_task(post(stand))
-    await stand.engine.wait_until(lambda: len(stand.engine.submits) > num_submits + 1)
+    await stand.engine.wait_until(lambda: len(stand.engine.submits) > num_submits + 2)
 
     await stand.engine.stop()
     raw = await streaming
@@ -699,7 +700,8 @@ async def test_silence_is_filled_with_comments_that_clients_ignore(strict_stand:
         raw = await response.read()
 
     assert raw.startswith(b": ping\n\n")
-    assert raw.count(b": ping\n\n") >= 4
+    # In the second silence, too.
+    assert b": ping\n\n" in raw[raw.index(b"data: ") :]
     assert text_of(events_of(raw)) == TEXT
 
 
@@ -764,7 +766,8 @@ async def test_without_a_router_the_gateway_places_requests_itself(strict_stand:
 async def test_sigterm_lets_streams_finish_refuses_new_ones_and_flushes(tmp_path: Path) -> None:
     async with open_stand(tmp_path) as stand:
         token_ids = stand.encode(TEXT)
-        stand.engine.default_script = Script(token_ids=token_ids, step_delay_seconds=0.05)
+        was_refused = asyncio.Event()
+        stand.engine.default_script = Script(token_ids=token_ids, last_step_after=was_refused)
         streams = [asyncio.create_task(post_and_read(stand, stream=True)) for _ in range(5)]
         await stand.engine.wait_until(lambda: len(stand.engine.submits) == 5)
 
@@ -775,6 +778,7 @@ async def test_sigterm_lets_streams_finish_refuses_new_ones_and_flushes(tmp_path
                     if response.status == 503:
                         break
         status, body, headers = await post(stand)
+        was_refused.set()
         raws = await asyncio.gather(*streams)
         exit_code = await stand.gateway.wait_exit()
 
@@ -792,7 +796,7 @@ async def test_a_drain_that_takes_too_long_ends_streams_with_an_event(tmp_path: 
         await stand.engine.wait_until(lambda: len(stand.engine.submits) == 1)
         waiting = asyncio.create_task(post(stand))
         await stand.engine.wait_until(lambda: len(stand.engine.submits) == 2)
-        await asyncio.sleep(0.1)
+        await stand.until_all_is_taken()
 
         stand.gateway.terminate()
         raw = await streaming
@@ -803,7 +807,8 @@ async def test_a_drain_that_takes_too_long_ends_streams_with_an_event(tmp_path: 
         assert b"[DONE]" not in raw
         assert (status, body["error"]["code"]) == (503, "draining")
         assert exit_code == 0
-        assert sorted(record.error_reason for record in stand.telemetry.records) == ["DRAINING"] * 2
+        reasons = [record.error_reason for record in stand.telemetry.records if record.error_reason]
+        assert reasons == ["DRAINING"] * 2
         assert len(stand.engine.aborted_ids) == 2
 
 

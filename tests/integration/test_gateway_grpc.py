@@ -410,7 +410,8 @@ async def test_every_reflection_without_a_key_is_told_why(tmp_path: Path) -> Non
 async def test_a_drain_finishes_calls_and_refuses_new_ones(tmp_path: Path) -> None:
     async with open_stand(tmp_path) as stand, make_channel(stand.gateway.grpc_address) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        stand.engine.default_script = Script(token_ids=stand.encode("a b c d e f"), step_delay_seconds=0.1)
+        was_refused = asyncio.Event()
+        stand.engine.default_script = Script(token_ids=stand.encode("a b c d e f"), last_step_after=was_refused)
         call = stub.ChatCompletion(chat_request())
         first = await call.read()
 
@@ -420,6 +421,7 @@ async def test_a_drain_finishes_calls_and_refuses_new_ones(tmp_path: Path) -> No
                 await asyncio.sleep(0.01)
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         error, _, _ = await error_of(stub.ChatCompletion(chat_request()))
+        was_refused.set()
         messages = [first, *await collect(call)]
 
         assert isinstance(error, Draining)
