@@ -19,7 +19,7 @@ from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
 from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
 from libs.rpc import Registration, duration_from_seconds, make_server, status_from_error
 
-_WAIT_SECONDS = 10.0
+_WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from libs.protogen.router.v1 import router_pb2, router_pb2_grpc
 from libs.rpc import Registration, make_server, status_from_error
 from tests.fakes.fake_generation_engine import FakeGenerationEngine
 
-_WAIT_SECONDS = 10.0
+_WAIT_SECONDS = 30.0
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from libs.errors import OctavoError
 from libs.protogen.telemetry.v1 import telemetry_pb2, telemetry_pb2_grpc
 from libs.rpc import Registration, abort_with, make_server
 
-_WAIT_SECONDS = 10.0
+_WAIT_SECONDS = 30.0
 
 
 @dataclass(slots=True)

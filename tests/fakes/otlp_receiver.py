@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-_WAIT_SECONDS = 10.0
+_WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)

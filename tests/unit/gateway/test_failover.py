@@ -104,7 +104,8 @@ async def test_before_the_first_token_another_engine_takes_over(
     metrics: GatewayMetrics,
     directories: list[EngineDirectory],
 ) -> None:
-    bad = await start_engine("bad", dataclasses.replace(fault, first_delay_seconds=0.2))
+    is_other_known = asyncio.Event()
+    bad = await start_engine("bad", dataclasses.replace(fault, last_step_after=is_other_known))
     good = await start_engine("good", Script(token_ids=[7]))
     good.state = engine_pb2.ENGINE_STATE_STARTING
     generation = await generation_on([bad, good], streams, metrics, directories)
@@ -113,6 +114,7 @@ async def test_before_the_first_token_another_engine_takes_over(
     await bad.wait_until(lambda: bool(bad.submits))
     good.state = engine_pb2.ENGINE_STATE_READY
     await directories[0].refresh()
+    is_other_known.set()
     step = await starting
 
     assert step.token_ids == [7]
