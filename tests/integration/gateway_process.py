@@ -21,7 +21,7 @@ from tests.fakes.fake_telemetry import FakeTelemetry
 
 MODEL_NAME = "smollm2-135m-instruct"
 # Beside other work a group of gateways has taken more than half a minute.
-_START_SECONDS = 90.0
+START_SECONDS = 90.0
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
@@ -41,7 +41,7 @@ class Gateway:
 
     async def wait_ready(self) -> None:
         """Wait until /readyz says so."""
-        async with asyncio.timeout(_START_SECONDS):
+        async with asyncio.timeout(START_SECONDS):
             while True:
                 async with self.http.get("/readyz") as response:
                     if response.status == 200:
@@ -69,7 +69,7 @@ class Gateway:
 
     async def wait_exit(self) -> int:
         """Wait for the end of the process; returns its exit code."""
-        async with asyncio.timeout(_START_SECONDS):
+        async with asyncio.timeout(START_SECONDS):
             return await self.process.wait()
 
 
@@ -174,7 +174,7 @@ async def run_gateway(data_dir: Path, *flags: str) -> AsyncIterator[Gateway]:
     log: list[dict[str, Any]] = []
     reading: asyncio.Task[None] | None = None
     try:
-        async with asyncio.timeout(_START_SECONDS):
+        async with asyncio.timeout(START_SECONDS):
             port = await _read_until_listening(process, log)
         reading = asyncio.create_task(_read_rest(process, log))
         base_url = f"http://127.0.0.1:{port}"

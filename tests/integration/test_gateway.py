@@ -18,6 +18,7 @@ from libs.errors import InvalidLogits, NoEngineAvailable, WorkerLost
 from libs.protogen.telemetry.v1 import telemetry_pb2
 from tests.fakes.fake_generation_engine import Script
 from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open_stand, run_gateway, write_keys
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -451,7 +452,7 @@ async def test_a_body_that_breaks_off_harms_nobody(stand: Stand) -> None:
     status, _, _ = await post(stand)
 
     assert status == 200
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while await stand.gateway.metric("octavo_gateway_requests_in_flight"):
             await asyncio.sleep(0.02)
 
@@ -690,18 +691,23 @@ async def test_tenants_have_salts_of_their_own(strict_stand: Stand) -> None:
 
 async def test_silence_is_filled_with_comments_that_clients_ignore(strict_stand: Stand) -> None:
     token_ids = strict_stand.encode(TEXT)
+    first, last = asyncio.Event(), asyncio.Event()
     strict_stand.engine.default_script = Script(
-        token_ids=token_ids, first_delay_seconds=0.35, step_delay_seconds=0.25, tokens_per_step=len(token_ids) - 1
+        token_ids=token_ids, first_step_after=first, last_step_after=last, tokens_per_step=len(token_ids) - 1
     )
 
     async with strict_stand.gateway.http.post(
         "/v1/chat/completions", json=chat(stream=True), headers=KEY_ONE
     ) as response:
-        raw = await response.read()
+        silence = [await response.content.readuntil(b"\n\n") for _ in range(2)]
+        first.set()
+        begun = b""
+        while b"data: " not in begun or not begun.endswith(b": ping\n\n"):
+            begun += await response.content.readuntil(b"\n\n")
+        last.set()
+        raw = b"".join(silence) + begun + await response.read()
 
-    assert raw.startswith(b": ping\n\n")
-    # In the second silence, too.
-    assert b": ping\n\n" in raw[raw.index(b"data: ") :]
+    assert silence == [b": ping\n\n"] * 2
     assert text_of(events_of(raw)) == TEXT
 
 
@@ -772,7 +778,7 @@ async def test_sigterm_lets_streams_finish_refuses_new_ones_and_flushes(tmp_path
         await stand.engine.wait_until(lambda: len(stand.engine.submits) == 5)
 
         stand.gateway.terminate()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 async with stand.gateway.http.get("/readyz") as response:
                     if response.status == 503:

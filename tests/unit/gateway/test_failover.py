@@ -22,6 +22,7 @@ from services.gateway.engine_streams import EngineStreams
 from services.gateway.failover import FailoverSettings, Generation, Generations
 from services.gateway.generation import ChoiceStep, GenerationFailed, GenerationFinished
 from tests.fakes.fake_generation_engine import FakeGenerationEngine, Script
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.gateway.conftest import StartEngine, ask_of, directory_of, own_placements, submission
 
 SETTINGS = FailoverSettings(max_retries=2, retry_placement_timeout_seconds=1.0, accept_timeout_seconds=0.3)
@@ -59,7 +60,7 @@ async def start(generation: Generation) -> ChoiceStep:
 
 async def read_rest(generation: Generation) -> list[int]:
     token_ids: list[int] = []
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             for step in generation.take():
                 token_ids += step.token_ids
