@@ -42,11 +42,13 @@ _SANITIZER_FLAGS = (
     "-fno-sanitize-recover=all",
 )
 _BINDING_FLAGS = ("-Os", *_FLAGS[1:3], "-fvisibility=hidden", "-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS")
-_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
+# Lines that are fetched to be written come as the own: a processor that has no such fetch passes over it.
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mprfchw")
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma", "-mprfchw")
 _X86_UNITS = {
-    "sampling_avx2.cpp": ("-mavx2", "-mfma"),
+    "sampling_avx2.cpp": _AVX2_FLAGS,
     "sampling_avx512.cpp": _AVX512_FLAGS,
-    "step_avx2.cpp": ("-mavx2", "-mfma"),
+    "step_avx2.cpp": _AVX2_FLAGS,
     "step_avx512.cpp": _AVX512_FLAGS,
     "step_amx.cpp": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }

@@ -375,27 +375,51 @@ void NativeModel::reserve(int64_t num_tokens, int64_t num_sampled_rows) {
                                        num_tokens * std::max<int64_t>(max_panels_of_operations_, shape.num_kv_heads));
     pool().reserve_items((size_t)num_items);
     // Tiles of rows are read whole.
-    const size_t rows = (size_t)rounded_up(num_tokens, kMaxRowsAtOnce), heads = (size_t)shape.num_heads * shape.head_dim;
-    hidden_.reserve(rows * shape.hidden_stride * sizeof(float));
-    normed_.reserve(rows * shape.hidden_stride * sizeof(bf16));
-    queries_.reserve(rows * heads * sizeof(bf16));
-    attended_.reserve(rows * heads * sizeof(bf16));
-    inner_.reserve(rows * max_inner_ * sizeof(bf16));
-    if (type_ == ValueType::kInt8) quantized_.reserve(rows * (size_t)(max_inputs_ + kQuantizedRowEnd));
-    rotation_.reserve(rows * model_.num_rotations * shape.head_dim * sizeof(float));
-    if (has_head_norms_)
-        heads_.reserve(rows * (size_t)(shape.num_heads + shape.num_kv_heads) * shape.head_dim * sizeof(float));
-    if (has_norms_after_) produced_.reserve(rows * shape.hidden_stride * sizeof(float));
-    workspace_ = {hidden_.as<float>(), normed_.as<bf16>(),    queries_.as<bf16>(),  attended_.as<bf16>(),
-                  inner_.as<bf16>(),   quantized_.as<char>(), rotation_.as<float>(), heads_.as<float>(),
-                  produced_.as<float>(), scratch_.as<char>(), scratch_bytes(shape, max_inputs_), inputs_offset(shape, max_inputs_)};
+    const auto rows = (size_t)rounded_up(num_tokens, kMaxRowsAtOnce);
+    if (rows > workspace_rows_) lay_out_workspace(rows);
+}
+
+void NativeModel::lay_out_workspace(size_t rows) {
+    const Shape& shape = model_.shape;
+    const size_t row_values = (size_t)shape.hidden_stride, head_dim = (size_t)shape.head_dim;
+    const size_t head_values = (size_t)shape.num_heads * head_dim, scratch_stride = scratch_bytes(shape, max_inputs_);
+    size_t num_bytes = 0;
+    const auto piece_of = [&](size_t size) {
+        const size_t first = num_bytes;
+        num_bytes += (size_t)rounded_up((int64_t)size, kAlignment);
+        return first;
+    };
+    const size_t hidden = piece_of(rows * row_values * sizeof(float));
+    const size_t normed = piece_of(rows * row_values * sizeof(bf16));
+    const size_t queries = piece_of(rows * head_values * sizeof(bf16));
+    const size_t attended = piece_of(rows * head_values * sizeof(bf16));
+    const size_t inner = piece_of(rows * (size_t)max_inner_ * sizeof(bf16));
+    const size_t quantized =
+        piece_of(type_ == ValueType::kInt8 ? rows * (size_t)(max_inputs_ + kQuantizedRowEnd) : 0);
+    const size_t rotation = piece_of(rows * (size_t)model_.num_rotations * head_dim * sizeof(float));
+    const size_t heads =
+        piece_of(has_head_norms_ ? rows * (head_values + (size_t)shape.num_kv_heads * head_dim) * sizeof(float) : 0);
+    const size_t produced = piece_of(has_norms_after_ ? rows * row_values * sizeof(float) : 0);
+    const size_t scratch = piece_of(scratch_stride * (size_t)num_threads_);
+    workspace_memory_ = Buffer(num_bytes);
+    workspace_rows_ = rows;
+    char* memory = workspace_memory_.as<char>();
+    workspace_ = {(float*)(memory + hidden),
+                  (bf16*)(memory + normed),
+                  (bf16*)(memory + queries),
+                  (bf16*)(memory + attended),
+                  (bf16*)(memory + inner),
+                  memory + quantized,
+                  (float*)(memory + rotation),
+                  (float*)(memory + heads),
+                  (float*)(memory + produced),
+                  memory + scratch,
+                  scratch_stride,
+                  inputs_offset(shape, max_inputs_)};
 }
 
 Pool& NativeModel::pool() {
-    if (!pool_) {
-        pool_ = std::make_unique<Pool>(num_threads_);
-        scratch_.reserve(scratch_bytes(model_.shape, max_inputs_) * num_threads_);
-    }
+    if (!pool_) pool_ = std::make_unique<Pool>(num_threads_);
     return *pool_;
 }
 

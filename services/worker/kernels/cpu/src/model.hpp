@@ -102,6 +102,7 @@ class NativeModel {
     void check_step(const StepArrays& arrays) const;
     void make_tiles(const StepArrays& arrays);
     void reserve(int64_t num_tokens, int64_t num_sampled_rows);
+    void lay_out_workspace(size_t rows);
 
     Model model_{};
     const Kernels& kernels_;
@@ -120,7 +121,9 @@ class NativeModel {
     std::unique_ptr<Pool> pool_;
     std::vector<QueryTile> tiles_;
     Workspace workspace_{};
-    Buffer hidden_, normed_, queries_, attended_, inner_, quantized_, rotation_, heads_, produced_, scratch_;
+    // All of the workspace in one piece, so that it lies in huge pages though its parts are small.
+    Buffer workspace_memory_;
+    size_t workspace_rows_ = 0;
 };
 
 }  // namespace octavo
