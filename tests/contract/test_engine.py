@@ -39,6 +39,7 @@ from services.engine.registry_writer import RegistryWriter
 from services.engine.servicer import registrations
 from services.engine.worker_group import WorkerGroup
 from tests.fakes.fake_worker import EOS_TOKEN_ID, FakeWorker, continuation
+from tests.patience import PATIENCE_SECONDS
 
 End: TypeAlias = generation_pb2.Finished | generation_pb2.Failed
 
@@ -114,7 +115,7 @@ class Gateway:
         await self.stream.send(generation_pb2.GenerateRequest(abort=abort))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -193,21 +194,24 @@ async def running_engine(
 
 async def get_engine(engine: Engine) -> engine_pb2.GetEngineResponse:
     response = await call(
-        engine.service.GetEngine, engine_pb2.GetEngineRequest(), timeout_seconds=5, on_lost=EngineLost
+        engine.service.GetEngine,
+        engine_pb2.GetEngineRequest(),
+        timeout_seconds=PATIENCE_SECONDS,
+        on_lost=EngineLost,
     )
     assert isinstance(response, engine_pb2.GetEngineResponse)
     return response
 
 
 async def until_state(engine: Engine, state: engine_pb2.EngineState.ValueType) -> engine_pb2.GetEngineResponse:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (response := await get_engine(engine)).engine.state != state:
             await asyncio.sleep(0.01)
         return response
 
 
 async def until_idle(engine: Engine) -> engine_pb2.EngineLoad:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             load = (await get_engine(engine)).load
             if not load.num_running_requests and not load.num_waiting_requests:
@@ -522,7 +526,7 @@ async def test_an_idle_engine_notices_a_frozen_worker() -> None:
         engine.worker.freeze = True
         await until_state(engine, engine_pb2.ENGINE_STATE_STARTING)
         engine.worker.freeze = False
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while (await get_engine(engine)).engine.incarnation == before:
                 await asyncio.sleep(0.01)
         await until_state(engine, engine_pb2.ENGINE_STATE_READY)
@@ -593,7 +597,10 @@ async def test_a_draining_engine_refuses_new_requests_and_finishes_old_ones() ->
         await gateway.submit("old", PROMPT, 20)
         await gateway.until(lambda: "old" in gateway.handles)
         await call(
-            engine.service.DrainEngine, engine_pb2.DrainEngineRequest(), timeout_seconds=5, on_lost=EngineLost
+            engine.service.DrainEngine,
+            engine_pb2.DrainEngineRequest(),
+            timeout_seconds=PATIENCE_SECONDS,
+            on_lost=EngineLost,
         )
         await gateway.submit("new", PROMPT, 20)
         new, old = await gateway.end_of("new"), await gateway.end_of("old")
@@ -623,7 +630,7 @@ async def test_a_watch_starts_with_a_snapshot_and_numbers_what_follows() -> None
         async with open_stream(
             engine.service.WatchEngine, engine_pb2.WatchEngineRequest(), on_lost=EngineLost
         ) as watch:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 async for event in watch:
                     numbers.append(event.sequence_number)
                     if event.WhichOneof("event") == "snapshot":
@@ -654,7 +661,7 @@ async def test_a_watcher_learns_that_a_lost_worker_voids_the_cache() -> None:
             first = await anext(events)
             engine.worker.break_next_step = True
             await gateway.submit("b", PROMPT, 3)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while (event := await anext(events)).incarnation == first.incarnation:
                     pass
 

@@ -18,8 +18,7 @@ from libs.kv import HASH_ALGORITHM, HashContract
 from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
 from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
 from libs.rpc import Registration, duration_from_seconds, make_server, status_from_error
-
-_WAIT_SECONDS = 10.0
+from tests.patience import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +32,9 @@ class Script:
     # Before the first step and between steps.
     first_delay_seconds: float = 0.0
     step_delay_seconds: float = 0.0
+    # The first and the last step wait for these events.
+    first_step_after: asyncio.Event | None = None
+    last_step_after: asyncio.Event | None = None
     # The end when all tokens were sent; the request's own limit ends it before, by length.
     reason: int = generation_pb2.FINISH_REASON_STOP
     # The last token is then the one that ended the output.
@@ -137,7 +139,7 @@ class FakeGenerationEngine:
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until something that the engine saw makes ``condition`` true; fails after a generous time."""
-        async with asyncio.timeout(_WAIT_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -317,6 +319,8 @@ class _Stream:
     async def _play(self, running: _Running) -> None:
         script = running.script
         await asyncio.sleep(script.first_delay_seconds)
+        if script.first_step_after is not None:
+            await script.first_step_after.wait()
         limit = running.submit.sampling_params.max_output_tokens
         token_ids = list(script.token_ids)[:limit]
         is_cut = len(token_ids) < len(script.token_ids)
@@ -325,6 +329,8 @@ class _Stream:
         for index, chunk in enumerate(chunks):
             if index:
                 await asyncio.sleep(script.step_delay_seconds)
+            if index == len(chunks) - 1 and script.last_step_after is not None:
+                await script.last_step_after.wait()
             running.num_sent += len(chunk)
             if index < len(chunks) - 1 or (fails and not is_cut):
                 self._send(self._tokens(running, chunk))

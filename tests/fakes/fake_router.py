@@ -11,8 +11,7 @@ from libs.errors import OctavoError
 from libs.protogen.router.v1 import router_pb2, router_pb2_grpc
 from libs.rpc import Registration, make_server, status_from_error
 from tests.fakes.fake_generation_engine import FakeGenerationEngine
-
-_WAIT_SECONDS = 10.0
+from tests.patience import PATIENCE_SECONDS
 
 
 @dataclass(slots=True)
@@ -49,7 +48,7 @@ class FakeRouter:
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until something that the router saw makes ``condition`` true; fails after a generous time."""
-        async with asyncio.timeout(_WAIT_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

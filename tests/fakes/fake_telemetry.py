@@ -9,8 +9,7 @@ from typing import Any
 from libs.errors import OctavoError
 from libs.protogen.telemetry.v1 import telemetry_pb2, telemetry_pb2_grpc
 from libs.rpc import Registration, abort_with, make_server
-
-_WAIT_SECONDS = 10.0
+from tests.patience import PATIENCE_SECONDS
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class FakeTelemetry:
 
     async def wait_until_count(self, condition: Any) -> None:
         """Wait until the records make ``condition`` true; fails after a generous time."""
-        async with asyncio.timeout(_WAIT_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

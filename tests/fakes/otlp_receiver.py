@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-_WAIT_SECONDS = 10.0
+from tests.patience import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     async def until(self, condition: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
         """Wait until the spans meet a condition; returns them."""
-        async with asyncio.timeout(_WAIT_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition(self.spans):
                 self._changed.clear()
                 await self._changed.wait()

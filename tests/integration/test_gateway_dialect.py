@@ -207,7 +207,7 @@ async def test_a_client_that_leaves_ends_all_choices(stand: Stand) -> None:
     leaving = asyncio.create_task(chat_events(stand, n=4))
     await stand.engine.wait_until(lambda: len(stand.engine.submits) > num_submits)
     request_id = stand.engine.submits[-1].request_id
-    await asyncio.sleep(0.1)
+    await stand.until_all_is_taken()
     leaving.cancel()
     await stand.engine.wait_until(lambda: request_id in stand.engine.aborted_ids)
     record = await stand.telemetry.wait_for(request_id)
@@ -489,7 +489,6 @@ async def test_a_client_that_leaves_ends_all_prompts(stand: Stand) -> None:
     leaving = asyncio.create_task(complete_events(stand, ["a", "b", "c"]))
     await stand.engine.wait_until(lambda: len(stand.engine.submits) == num_submits + 3)
     request_ids = [submit.request_id for submit in stand.engine.submits[num_submits:]]
-    await asyncio.sleep(0.1)
     leaving.cancel()
     await stand.engine.wait_until(lambda: set(request_ids) <= set(stand.engine.aborted_ids))
     rows = [await stand.telemetry.wait_for(request_id) for request_id in request_ids]

@@ -39,6 +39,7 @@ from tests.fakes.fake_generation_engine import Script
 from tests.integration.conftest import StartOctavo
 from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open_stand, write_keys
 from tests.integration.observations import audit_rows
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -281,7 +282,7 @@ async def test_a_client_that_cancels_ends_its_request_on_the_engine(
 
 async def test_a_deadline_ends_the_request_everywhere(stand: Stand, client: Any) -> None:
     stand.engine.default_script = Script(token_ids=stand.encode("a b"), hangs=True)
-    call = client.ChatCompletion(chat_request(), timeout=0.3)
+    call = client.ChatCompletion(chat_request(), timeout=2.0)
     request_id = await id_of(call)
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -291,7 +292,8 @@ async def test_a_deadline_ends_the_request_everywhere(stand: Stand, client: Any)
 
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     submit = next(one for one in stand.engine.submits if one.request_id == request_id)
-    assert 0 < submit.remaining_time.ToTimedelta().total_seconds() <= 0.3
+    # gRPC rounds deadlines up a little.
+    assert 0 < submit.remaining_time.ToTimedelta().total_seconds() < 3.0
     # The call is over at both ends at once: the client may seem to leave a moment before its time is up.
     assert record.status in (telemetry_pb2.REQUEST_STATUS_ERROR, telemetry_pb2.REQUEST_STATUS_ABORTED)
 
@@ -410,16 +412,18 @@ async def test_every_reflection_without_a_key_is_told_why(tmp_path: Path) -> Non
 async def test_a_drain_finishes_calls_and_refuses_new_ones(tmp_path: Path) -> None:
     async with open_stand(tmp_path) as stand, make_channel(stand.gateway.grpc_address) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        stand.engine.default_script = Script(token_ids=stand.encode("a b c d e f"), step_delay_seconds=0.1)
+        was_refused = asyncio.Event()
+        stand.engine.default_script = Script(token_ids=stand.encode("a b c d e f"), last_step_after=was_refused)
         call = stub.ChatCompletion(chat_request())
         first = await call.read()
 
         stand.gateway.terminate()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not any(event["event"] == "gateway drains" for event in stand.gateway.log):
                 await asyncio.sleep(0.01)
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         error, _, _ = await error_of(stub.ChatCompletion(chat_request()))
+        was_refused.set()
         messages = [first, *await collect(call)]
 
         assert isinstance(error, Draining)

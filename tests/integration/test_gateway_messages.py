@@ -15,6 +15,7 @@ from libs.errors import WorkerLost
 from libs.text import IncrementalDetokenizer
 from tests.fakes.fake_generation_engine import Script
 from tests.integration.gateway_process import MODEL_NAME, Stand, open_stand, write_keys
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -160,7 +161,7 @@ async def test_all_parameters_reach_the_engine(stand: Stand, client: anthropic.A
     assert params.max_output_tokens == 9
     assert "You are terse." in prompt
     assert "Hi" in prompt
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not any(event.get("user") == "somebody" for event in stand.gateway.log):
             await asyncio.sleep(0.01)
 

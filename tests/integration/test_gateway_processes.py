@@ -15,7 +15,8 @@ import pytest
 
 from libs.protogen.telemetry.v1 import telemetry_pb2
 from tests.fakes.fake_generation_engine import Script
-from tests.integration.gateway_process import MODEL_NAME, Stand, open_stand, write_keys
+from tests.integration.gateway_process import MODEL_NAME, START_SECONDS, Stand, open_stand, write_keys
+from tests.patience import PATIENCE_SECONDS
 
 NUM_REQUESTS = 50
 BODY = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -58,7 +59,7 @@ def children(stand: Stand) -> list[int]:
 
 async def until_started(stand: Stand, num_starts: int) -> None:
     """Wait until processes have begun to listen so often, and whichever answers has an engine."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(START_SECONDS):
         while starts(stand).total() < num_starts:
             await asyncio.sleep(0.02)
         num_ready = 0
@@ -128,7 +129,7 @@ async def test_a_new_key_is_known_to_all_and_a_revoked_one_to_none(tmp_path: Pat
     async with open_stand(tmp_path / "data", *flags) as stand:
         await until_started(stand, 2)
         write_keys(keys, {"new": "acme"})
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while await statuses_of(stand, "new") != {200}:
                 await asyncio.sleep(0.05)
 

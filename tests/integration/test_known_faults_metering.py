@@ -17,6 +17,7 @@ from tests.fakes.fake_telemetry import FakeTelemetry
 from tests.integration.gateway_process import Stand, open_stand, run_gateway
 from tests.integration.http_answers import CHAT, QUESTION, TEXT, chat, post, post_raw, refused
 from tests.integration.test_gateway_keys import keys_command, wait_for_status
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -48,7 +49,7 @@ async def leave(stand: Stand, *, after_a_byte: bool, **fields: Any) -> None:
 async def test_the_one_slot_is_free_again_after_every_kind_of_end(tmp_path_factory: pytest.TempPathFactory) -> None:
     """MET-01: with room for one request, the next is served whatever became of the one before."""
     flags = (
-        *("--max-concurrent-requests", "1", "--request-timeout-seconds", "0.5"),
+        *("--max-concurrent-requests", "1", "--request-timeout-seconds", "2.5"),
         *("--max-placement-retries", "0", "--sse-heartbeat-seconds", "0.1"),
     )
     async with open_stand(tmp_path_factory.mktemp("slot"), *flags) as stand:
@@ -57,7 +58,7 @@ async def test_the_one_slot_is_free_again_after_every_kind_of_end(tmp_path_facto
 
         async def next_is_served() -> None:
             # A connection that breaks off is noticed at once, but not in the same moment.
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while (answer := await chat(stand)).status == 503:
                     assert answer.error["code"] == "overloaded"
                     await asyncio.sleep(0.01)
@@ -277,7 +278,7 @@ async def test_one_record_that_is_refused_takes_no_other_along(tmp_path: Path) -
 
         ids = await asyncio.gather(*(ask("poison" if index == 7 else f"id-{index}") for index in range(20)))
         await picky.wait_until_count(lambda: len(picky.records) >= 19)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while await stand.gateway.metric("octavo_gateway_audit_records_dropped_total") < 1:
                 await asyncio.sleep(0.02)
         await picky.stop()

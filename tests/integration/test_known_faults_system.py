@@ -15,6 +15,7 @@ from tests.integration.conftest import StartOctavo
 from tests.integration.gateway_process import MODEL_NAME, events_of
 from tests.integration.observations import audit_rows, metric, seconds_until_no_block_is_held
 from tests.integration.octavo import RunningOctavo, start_octavo
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -169,7 +170,7 @@ async def test_cached_tokens_are_told_alike_everywhere(real: RunningOctavo) -> N
     prompt = [1000 + index for index in range(200)]
     bodies = [(await post(real, TEXT, {"prompt": prompt, "max_tokens": 2}))[1] for _ in range(2)]
     ids = {body["id"].removeprefix("cmpl-") for body in bodies}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not ids <= (mine := {str(row["request_id"]): row for row in audit_rows(real, at_least=0)}).keys():
             await asyncio.sleep(0.2)
 
@@ -220,7 +221,7 @@ async def test_who_leaves_while_waiting_is_never_computed(running_octavo: StartO
         await asyncio.sleep(0.3)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while await asyncio.to_thread(metric, octavo, "octavo_engine_waiting_requests"):
                 await asyncio.sleep(0.02)
         after = await asyncio.to_thread(metric, octavo, "octavo_engine_kv_blocks_used")

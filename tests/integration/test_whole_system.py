@@ -22,9 +22,12 @@ import pytest
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
+from libs.protogen.router.v1 import router_pb2, router_pb2_grpc
+from libs.rpc import make_channel
 from tests.integration.gateway_process import MODEL_NAME, write_keys
 from tests.integration.observations import audit_rows, metric, seconds_until_no_block_is_held
 from tests.integration.octavo import RunningOctavo, start_octavo
+from tests.patience import PATIENCE_SECONDS
 
 StartOctavo = Callable[..., AbstractContextManager[RunningOctavo]]
 
@@ -70,9 +73,30 @@ async def stream_to_its_end(session: aiohttp.ClientSession, started: asyncio.Eve
         started.set()
 
 
+async def until_running(octavo: RunningOctavo, num_requests: int) -> None:
+    """Wait until the engine runs so many requests."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await asyncio.to_thread(metric, octavo, "octavo_engine_running_requests") < num_requests:
+            await asyncio.sleep(0.02)
+
+
+async def until_watched(octavo: RunningOctavo, num_engines: int) -> None:
+    """Wait until the router watches so many engines."""
+    async with (
+        asyncio.timeout(PATIENCE_SECONDS),
+        make_channel(octavo.state()["processes"]["router"]["address"]) as channel,
+    ):
+        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+        while True:
+            listed = await stub.ListEngines(router_pb2.ListEnginesRequest())
+            if sum(status.is_watched for status in listed.engines) == num_engines:
+                return
+            await asyncio.sleep(0.02)
+
+
 async def served_again(session: aiohttp.ClientSession, **fields: Any) -> dict[str, Any]:
     """Return the first good answer after a death; everything until then must be a clear error."""
-    async with asyncio.timeout(45):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             try:
                 status, body = await complete(session, **({"max_tokens": 3} | fields))
@@ -126,15 +150,16 @@ async def test_after_a_kill_nothing_hangs_and_the_next_request_is_served(
         async with session_of(octavo) as session:
             events = [asyncio.Event() for _ in range(4)]
             streams = [
-                asyncio.create_task(stream_to_its_end(session, event, content=f"stream {index}", max_tokens=100))
+                asyncio.create_task(stream_to_its_end(session, event, content=f"stream {index}", max_tokens=200))
                 for index, event in enumerate(events)
             ]
-            plain = asyncio.create_task(complete(session, content="plain", max_tokens=100))
+            plain = asyncio.create_task(complete(session, content="plain", max_tokens=200))
             for event in events:
                 await event.wait()
+            await until_running(octavo, 5)
 
             pid = octavo.kill(victim)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 ends = await asyncio.gather(*streams)
                 plain_end: Any = (await asyncio.gather(plain, return_exceptions=True))[0]
             body = await served_again(session)
@@ -160,6 +185,7 @@ async def test_after_a_kill_nothing_hangs_and_the_next_request_is_served(
 
 async def test_two_engines_share_the_work_and_one_survives_the_other(running_octavo: StartOctavo) -> None:
     with running_octavo(*STUB, "--engines", "2") as octavo:
+        await until_watched(octavo, 2)
         async with session_of(octavo) as session:
             answers = await asyncio.gather(
                 *(complete(session, content=f"question {index}", max_tokens=20) for index in range(16))
@@ -270,7 +296,7 @@ async def test_the_registries_name_the_node_and_the_prefixes_it_holds(running_oc
         redis = Redis.from_url(octavo.state()["redis_url"], decode_responses=True)
         async with session_of(octavo) as session, redis:
             await complete(session, content="words that fill some blocks " * 20, max_tokens=3)
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while not (held := [key async for key in redis.scan_iter("prompt_cache_manifest:*")]):
                     await asyncio.sleep(0.1)
                 while not (routed := [key async for key in redis.scan_iter("prompt_prefix_cache:*")]):
@@ -413,7 +439,7 @@ async def test_a_frozen_worker_turns_readiness_off_and_heals(running_octavo: Sta
 
             octavo.kill("worker-0", signal.SIGSTOP)
             await until_readiness_is(session, 503)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 ends = await asyncio.gather(*streams)
             octavo.kill("worker-0", signal.SIGCONT)
             await until_readiness_is(session, 200)
@@ -434,7 +460,7 @@ async def test_an_idle_frozen_worker_turns_readiness_off(running_octavo: StartOc
 
 
 async def until_readiness_is(session: aiohttp.ClientSession, expected: int) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             async with session.get("/readyz") as response:
                 if response.status == expected:

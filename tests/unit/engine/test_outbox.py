@@ -6,10 +6,11 @@ import asyncio
 
 from libs.errors import Overloaded
 from services.engine.outbox import Outbox
+from tests.patience import PATIENCE_SECONDS
 
 
 async def read_all(outbox: Outbox[int]) -> list[int]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         return [message async for message in outbox]
 
 

@@ -113,7 +113,7 @@ async def directory_of(*engines: FakeGenerationEngine) -> EngineDirectory:
         registry=None,
         router=None,
         refresh_seconds=60.0,
-        answer_timeout_seconds=2.0,
+        answer_timeout_seconds=30.0,
     )
     await directory.refresh()
     return directory

@@ -18,6 +18,7 @@ from services.gateway.generation import (
     Submission,
 )
 from tests.fakes.fake_generation_engine import Script, alternatives_of, logprob_of
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.gateway.conftest import StartEngine, submission
 
 
@@ -170,7 +171,7 @@ async def test_a_lost_engine_ends_all_requests_and_a_new_stream_is_opened(
     ends = [(await read_all(request))[1] for request in requests]
     engine.default_script = Script(token_ids=[9])
     await engine.start(address)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             again = Reader(streams, address, submission("again"))
             token_ids, end = await read_all(again)
@@ -193,7 +194,7 @@ async def test_a_stream_that_the_engine_ends_is_a_loss(start_engine: StartEngine
 async def test_nobody_listening_is_a_loss(streams: EngineStreams) -> None:
     request = Reader(streams, "127.0.0.1:1", submission())
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await request.request.wait_accepted()
         _, end = await read_all(request)
 

@@ -22,6 +22,7 @@ from services.gateway.engine_streams import EngineStreams
 from services.gateway.failover import FailoverSettings, Generation, Generations
 from services.gateway.generation import ChoiceStep, GenerationFailed, GenerationFinished
 from tests.fakes.fake_generation_engine import FakeGenerationEngine, Script
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.gateway.conftest import StartEngine, ask_of, directory_of, own_placements, submission
 
 SETTINGS = FailoverSettings(max_retries=2, retry_placement_timeout_seconds=1.0, accept_timeout_seconds=0.3)
@@ -59,7 +60,7 @@ async def start(generation: Generation) -> ChoiceStep:
 
 async def read_rest(generation: Generation) -> list[int]:
     token_ids: list[int] = []
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             for step in generation.take():
                 token_ids += step.token_ids
@@ -104,7 +105,8 @@ async def test_before_the_first_token_another_engine_takes_over(
     metrics: GatewayMetrics,
     directories: list[EngineDirectory],
 ) -> None:
-    bad = await start_engine("bad", dataclasses.replace(fault, first_delay_seconds=0.2))
+    is_other_known = asyncio.Event()
+    bad = await start_engine("bad", dataclasses.replace(fault, last_step_after=is_other_known))
     good = await start_engine("good", Script(token_ids=[7]))
     good.state = engine_pb2.ENGINE_STATE_STARTING
     generation = await generation_on([bad, good], streams, metrics, directories)
@@ -113,6 +115,7 @@ async def test_before_the_first_token_another_engine_takes_over(
     await bad.wait_until(lambda: bool(bad.submits))
     good.state = engine_pb2.ENGINE_STATE_READY
     await directories[0].refresh()
+    is_other_known.set()
     step = await starting
 
     assert step.token_ids == [7]

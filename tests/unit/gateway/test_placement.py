@@ -18,6 +18,7 @@ from libs.protogen.engine.v1 import engine_pb2
 from services.gateway.placement import Place, Placements, RouterPlacements
 from tests.fakes.fake_generation_engine import FakeGenerationEngine
 from tests.fakes.fake_router import FakeRouter
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.gateway.conftest import StartEngine, ask_of, directory_of, own_placements
 
 StartRouter = Callable[..., Awaitable[tuple[FakeRouter, Placements]]]
@@ -157,7 +158,7 @@ async def test_a_router_that_comes_back_is_used_again(
     await placements.place(ask_of(engine), deadline=deadline())
 
     await router.start(address)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(router.enqueues) < 2:
             await placements.place(ask_of(engine), deadline=deadline())
             await asyncio.sleep(0.05)

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from libs.errors import DeadlineExceeded, EngineLost, OctavoError
 from services.gateway.sse import PING, SseWriter, event
+from tests.patience import PATIENCE_SECONDS
 
 Write = Callable[[SseWriter], Awaitable[web.StreamResponse]]
 
@@ -102,7 +103,7 @@ async def test_a_client_that_does_not_read_is_cut_after_the_deadline(server: Ser
 
     server.write = write
     _, connection = await server.get()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await server.has_ended.wait()
     connection.close()
 
@@ -119,7 +120,7 @@ async def test_a_client_that_leaves_ends_the_writing(server: Server) -> None:
     reader, connection = await server.get()
     await reader.read(1000)
     connection.transport.abort()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await server.has_ended.wait()
 
     assert isinstance(server.error, ConnectionError | asyncio.CancelledError)

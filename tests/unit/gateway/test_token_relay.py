@@ -24,6 +24,7 @@ from services.gateway.output_text import OutputText
 from services.gateway.text_preparation import PreparedPrompt
 from services.gateway.token_relay import JsonPieces, TokenRelay, WholeRelay
 from tests.fakes.fake_generation_engine import Script
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.gateway.conftest import StartEngine, submission
 from tests.unit.gateway.test_engine_streams import Reader
 
@@ -187,7 +188,7 @@ async def test_what_a_relay_refuses_comes_to_the_reader_in_order(
     reader, bucket = Reader(streams, engine.address, submission()), Bucket(4)
     reader.request.relay_choice(0, bucket)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await reader.request.wait_ended()
     step = await reader.next_step()
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-_TIMEOUT_SECONDS = 20
+from tests.patience import PATIENCE_SECONDS
+
 _REPOSITORY = str(Path(__file__).parents[3])
 
 _PROGRAM = """
@@ -76,7 +77,7 @@ def test_a_first_signal_drains(number: signal.Signals) -> None:
     with _program() as process:
         assert _line(process) == "running uvloop"
         process.send_signal(number)
-        out, err = process.communicate(timeout=_TIMEOUT_SECONDS)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
 
     assert out == "draining\ndrained\n"
     assert (process.returncode, err) == (0, "")
@@ -89,14 +90,14 @@ def test_a_second_signal_ends_a_drain_that_hangs(number: signal.Signals) -> None
         process.send_signal(signal.SIGTERM)
         assert _line(process) == "draining"
         process.send_signal(number)
-        process.communicate(timeout=_TIMEOUT_SECONDS)
+        process.communicate(timeout=PATIENCE_SECONDS)
 
     assert process.returncode == 130
 
 
 def test_a_main_that_returns_ends_the_process_well() -> None:
     with _program("return") as process:
-        process.communicate(timeout=_TIMEOUT_SECONDS)
+        process.communicate(timeout=PATIENCE_SECONDS)
 
     assert process.returncode == 0
 
@@ -104,7 +105,7 @@ def test_a_main_that_returns_ends_the_process_well() -> None:
 @pytest.mark.parametrize("where", ["fail", "fail-in-task"])
 def test_an_error_of_ours_is_one_line_and_a_failure(where: str) -> None:
     with _program(where) as process:
-        _, err = process.communicate(timeout=_TIMEOUT_SECONDS)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
 
     assert process.returncode == 1
     assert err.count("\n") == 1
@@ -115,7 +116,7 @@ def test_an_error_of_ours_is_one_line_and_a_failure(where: str) -> None:
 @pytest.mark.parametrize("where", ["fault", "fault-in-task"])
 def test_a_fault_shows_where_it_happened(where: str) -> None:
     with _program(where) as process:
-        _, err = process.communicate(timeout=_TIMEOUT_SECONDS)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
 
     assert process.returncode == 1
     assert "RuntimeError: unforeseen" in err
@@ -152,13 +153,13 @@ def test_a_supervised_process_ends_when_its_supervisor_is_killed() -> None:
 def test_a_process_whose_supervisor_is_gone_already_does_not_begin() -> None:
     # The id of a process that is not the parent stands for a supervisor that died before.
     with _program(OCTAVO_SUPERVISOR_PID=str(os.getpid() + 1)) as process:
-        out, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
+        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
 
     assert (process.returncode, out) == (1, "")
 
 
 def _wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while _is_running(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.02)

@@ -21,8 +21,8 @@ from libs.registry import (
     PrefixRegistry,
     make_redis,
 )
+from tests.patience import PATIENCE_SECONDS
 
-_TIMEOUT_SECONDS = 20.0
 _NODE = NodeRecord(
     node_id="engine-0",
     gpu_type="cpu",
@@ -47,7 +47,7 @@ def valkey_url() -> Iterator[str]:
 @pytest.fixture
 async def redis(valkey_url: str) -> AsyncIterator[Redis]:
     client = make_redis(valkey_url)
-    async with asyncio.timeout(_TIMEOUT_SECONDS):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await client.flushall()
         yield client
     await client.aclose()
@@ -228,7 +228,7 @@ async def test_a_store_that_is_away_is_one_error_of_ours(tmp_path: Path, scheme:
     nodes, prefixes = NodeRegistry(client), PrefixRegistry(client)
     entry = ManifestEntry(_ONE, "engine-0", (1,), 1.0)
 
-    async with asyncio.timeout(_TIMEOUT_SECONDS):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         for call in (
             lambda: nodes.renew(_NODE, 1.0),
             lambda: nodes.remove("engine-0"),
@@ -247,7 +247,7 @@ async def test_a_client_survives_a_restart_of_the_store(tmp_path: Path) -> None:
     client = make_redis(f"unix://{socket_path}")
     nodes = NodeRegistry(client)
 
-    async with asyncio.timeout(_TIMEOUT_SECONDS):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         with ValkeyServer(unix_socket_path=socket_path):
             await nodes.renew(_NODE, lease_seconds=60)
         with pytest.raises(StoreUnavailable):

@@ -46,8 +46,7 @@ from libs.rpc import (
     status_from_error,
     unary,
 )
-
-_TIMEOUT_SECONDS = 20.0
+from tests.patience import PATIENCE_SECONDS
 
 
 class Engine(engine_pb2_grpc.EngineServiceServicer):
@@ -144,11 +143,11 @@ async def _serve(address: str) -> AsyncIterator[Peer]:
 @pytest.fixture(params=["unix", "tcp"])
 async def peer(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Peer]:
     address = f"unix:{tmp_path}/p.sock" if request.param == "unix" else "127.0.0.1:0"
-    async with asyncio.timeout(_TIMEOUT_SECONDS), _serve(address) as served:
+    async with asyncio.timeout(PATIENCE_SECONDS), _serve(address) as served:
         yield served
 
 
-async def _get_engine(peer: Peer, *, timeout_seconds: float = _TIMEOUT_SECONDS, **options: Any) -> Any:
+async def _get_engine(peer: Peer, *, timeout_seconds: float = PATIENCE_SECONDS, **options: Any) -> Any:
     method = peer.engine_stub.GetEngine
     request = engine_pb2.GetEngineRequest()
     return await unary(method, request, timeout_seconds=timeout_seconds, on_lost=EngineLost, **options)
@@ -160,7 +159,7 @@ def _abort(number: int) -> generation_pb2.GenerateRequest:
 
 @pytest.mark.parametrize("spec", ERROR_TABLE, ids=lambda spec: spec.error_class.__name__)
 async def test_every_error_arrives_as_it_was_raised(spec: ErrorSpec, tmp_path: Path) -> None:
-    async with asyncio.timeout(_TIMEOUT_SECONDS), _serve(f"unix:{tmp_path}/p.sock") as peer:
+    async with asyncio.timeout(PATIENCE_SECONDS), _serve(f"unix:{tmp_path}/p.sock") as peer:
         peer.engine.error = spec.error_class("Why: ünïcode, too.", param="messages", retry_after_seconds=1.25)
 
         with pytest.raises(OctavoError) as from_unary:
@@ -219,7 +218,7 @@ async def test_a_call_without_context_carries_none(peer: Peer) -> None:
 
 
 async def test_a_call_that_takes_too_long_exceeds_its_deadline(peer: Peer) -> None:
-    peer.engine.delay_seconds = _TIMEOUT_SECONDS
+    peer.engine.delay_seconds = PATIENCE_SECONDS
 
     with pytest.raises(DeadlineExceeded):
         await _get_engine(peer, timeout_seconds=0.05)
@@ -240,7 +239,7 @@ async def test_an_error_that_nobody_translated_is_the_callers_kind_of_loss(peer:
         await unary(
             peer.engine_stub.DrainEngine,
             engine_pb2.DrainEngineRequest(),
-            timeout_seconds=_TIMEOUT_SECONDS,
+            timeout_seconds=PATIENCE_SECONDS,
             on_lost=EngineLost,
         )
 
@@ -349,7 +348,7 @@ async def test_a_peer_that_is_killed_mid_stream_is_lost(tmp_path: Path) -> None:
     script = _SERVE_FOREVER.format(repository=repository, address=address)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
-    async with asyncio.timeout(_TIMEOUT_SECONDS), make_channel(address) as channel:
+    async with asyncio.timeout(PATIENCE_SECONDS), make_channel(address) as channel:
         assert await process.stdout.readline() == b"listening\n"
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
 
@@ -414,7 +413,7 @@ async def test_reflection_lists_the_services(peer: Peer) -> None:
 
 
 async def test_two_servers_never_share_a_port() -> None:
-    async with asyncio.timeout(_TIMEOUT_SECONDS), _serve("127.0.0.1:0") as peer:
+    async with asyncio.timeout(PATIENCE_SECONDS), _serve("127.0.0.1:0") as peer:
         second = make_server(peer.server.address, [])
 
         with pytest.raises(InternalError, match="Cannot listen on"):
@@ -427,7 +426,7 @@ async def test_a_server_takes_over_the_socket_of_a_dead_process(tmp_path: Path) 
     assert await process.wait() == 0
     assert (tmp_path / "p.sock").is_socket()
 
-    async with asyncio.timeout(_TIMEOUT_SECONDS), _serve(f"unix:{tmp_path}/p.sock") as peer:
+    async with asyncio.timeout(PATIENCE_SECONDS), _serve(f"unix:{tmp_path}/p.sock") as peer:
         await _get_engine(peer)
 
 

@@ -18,6 +18,7 @@ from services.router.engine_events import WatchEvent
 from services.router.engine_watch import Backoff, EngineWatcher
 from services.router.policy.facts import EngineIdentity, EngineState
 from services.router.prefix_index import BlockChanges
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.router.builders import CONTRACT, Clock, chain, identity, snapshot
 
 CONFIG = RouterConfig(
@@ -115,7 +116,7 @@ class WatcherUnderTest:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             await asyncio.sleep(0.001)
 

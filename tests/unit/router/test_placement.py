@@ -22,6 +22,7 @@ from libs.errors import (
 from services.router.config import RouterConfig
 from services.router.engine_events import WatchTarget
 from services.router.policy.facts import EngineLoad, EngineState
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.router.builders import (
     CONTRACT,
     Gateway,
@@ -219,7 +220,7 @@ async def test_the_loop_wakes_for_an_expiry_without_any_event() -> None:
     await asyncio.sleep(0)
 
     router.enqueue(request("a"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not router.gateway.answers:
             await asyncio.sleep(0.005)
 

@@ -65,7 +65,7 @@ def test_counts_of_meetings_wrap_around() -> None:
 
 
 def test_a_rank_that_does_not_come_breaks_the_group_for_all() -> None:
-    ranks = exchanges(LAYOUT, timeout_seconds=0.1)
+    ranks = exchanges(LAYOUT, timeout_seconds=0.5)
 
     def meet_unless_last(rank: int) -> None:
         if rank != 2:

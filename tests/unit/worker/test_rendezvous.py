@@ -167,7 +167,7 @@ def test_a_rank_that_is_killed_is_heard_of_at_once(killed: int, group_id: str) -
 
 def test_a_rank_that_is_stopped_is_given_up_and_hears_of_it_when_it_goes_on(group_id: str) -> None:
     with _Other(membership(1, group_id)) as other:
-        own = form_group(membership(0, group_id, timeout_seconds=0.3), never_mind)
+        own = form_group(membership(0, group_id, timeout_seconds=2.0), never_mind)
         own.meet()
         os.kill(other.pid, signal.SIGSTOP)
 

@@ -19,6 +19,7 @@ from services.worker.config import RunnerKind, WorkerConfig
 from services.worker.servicer import WorkerServicer, registration
 from services.worker.step import LoadedModel, LoadProgress, LoadRequest, StepInput, StepResult
 from services.worker.stub_runner import StubRunner
+from tests.patience import PATIENCE_SECONDS
 
 LOAD = worker_pb2.LoadModelRequest(
     rank=0, tensor_parallel_size=1, block_size=4, max_num_seqs=8, max_num_batched_tokens=64
@@ -42,7 +43,7 @@ class WatchedRunner:
     def load(self, request: LoadRequest, on_progress: Callable[[LoadProgress], None]) -> LoadedModel:
         self.num_loads += 1
         on_progress(LoadProgress("reading", 30, 100))
-        assert self.may_load.wait(10)
+        assert self.may_load.wait(PATIENCE_SECONDS)
         if self.load_error is not None:
             raise self.load_error
         return self._stub.load(request, on_progress)
@@ -50,7 +51,7 @@ class WatchedRunner:
     def execute(self, step: StepInput) -> StepResult:
         self.num_steps += 1
         self.is_in_step.set()
-        assert self.may_step.wait(10)
+        assert self.may_step.wait(PATIENCE_SECONDS)
         return self._stub.execute(step)
 
     def reset(self) -> None:
@@ -67,6 +68,16 @@ class Worker:
         self.server = make_server(address, [registration(self.servicer)])
         self.channel = make_channel(address)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
+
+    @property
+    def loading(self) -> LoadRequest | None:
+        """The load that was asked for last."""
+        return None if self.servicer._load is None else self.servicer._load.request
+
+    @property
+    def num_waiting_for_the_thread(self) -> int:
+        """Loads, steps and new streams that the runner's thread has yet to begin."""
+        return self.servicer._thread._work_queue.qsize()
 
     async def load(self, request: worker_pb2.LoadModelRequest = LOAD) -> list[worker_pb2.LoadModelResponse]:
         async with open_stream(self.stub.LoadModel, request, on_lost=WorkerLost) as stream:
@@ -91,6 +102,12 @@ class Steps:
     async def answer(self) -> worker_pb2.ExecuteStepsResponse:
         response: worker_pb2.ExecuteStepsResponse = await anext(self._answers)
         return response
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def new(slot: int, token_ids: list[int]) -> worker_pb2.NewSequence:
@@ -203,9 +220,7 @@ async def test_only_rank_0_answers_steps(worker: Worker) -> None:
     async with worker.steps() as steps:
         await steps.send(**FIRST_STEP)
         await steps.send(**NEXT_STEP)
-        async with asyncio.timeout(5):
-            while worker.metrics.steps._value.get() < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: worker.metrics.steps._value.get() == 2)
 
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -218,11 +233,9 @@ async def test_a_load_that_another_replaces_ends_at_its_next_report(worker: Work
     other.block_size = 8
     worker.runner.may_load.clear()
     first = asyncio.create_task(worker.load())
-    async with asyncio.timeout(5):
-        while worker.runner.num_loads < 1:
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.runner.num_loads == 1)
     second = asyncio.create_task(worker.load(other))
-    await asyncio.sleep(0.05)
+    await until(lambda: worker.loading is not None and worker.loading.block_size == 8)
 
     worker.runner.may_load.set()
 
@@ -273,10 +286,12 @@ async def test_a_step_of_an_ended_stream_does_not_reach_the_new_one(worker: Work
         worker.runner.may_step.clear()
         await older.send(**FIRST_STEP)
         await older.send(**NEXT_STEP)
-        assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
+        assert await asyncio.to_thread(worker.runner.is_in_step.wait, PATIENCE_SECONDS)
+        await until(lambda: worker.num_waiting_for_the_thread == 1)
         async with worker.steps() as newer:
             await newer.send(**FIRST_STEP)
-            await asyncio.sleep(0.05)
+            # The newer stream's beginning, behind the older one's second step.
+            await until(lambda: worker.num_waiting_for_the_thread == 2)
             worker.runner.may_step.set()
             answer = await newer.answer()
 
@@ -290,12 +305,12 @@ async def test_a_step_that_waits_begins_while_the_loop_is_busy(worker: Worker) -
         worker.runner.may_step.clear()
         await steps.send(**FIRST_STEP)
         await steps.send(**NEXT_STEP)
-        assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
-        await asyncio.sleep(0.05)  # Both steps are with the thread now.
+        assert await asyncio.to_thread(worker.runner.is_in_step.wait, PATIENCE_SECONDS)
+        await until(lambda: worker.num_waiting_for_the_thread == 1)
         worker.runner.is_in_step.clear()
 
         worker.runner.may_step.set()
-        has_begun = worker.runner.is_in_step.wait(5)  # The loop does nothing else meanwhile.
+        has_begun = worker.runner.is_in_step.wait(PATIENCE_SECONDS)  # The loop does nothing else meanwhile.
 
     assert has_begun
     assert worker.runner.num_steps == 2
@@ -307,8 +322,8 @@ async def test_a_step_behind_one_that_failed_does_not_run(worker: Worker) -> Non
         worker.runner.may_step.clear()
         await steps.send(**FIRST_STEP | {"new_sequences": []})
         await steps.send(**FIRST_STEP)
-        assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
-        await asyncio.sleep(0.05)  # Both steps are with the thread now.
+        assert await asyncio.to_thread(worker.runner.is_in_step.wait, PATIENCE_SECONDS)
+        await until(lambda: worker.num_waiting_for_the_thread == 1)
         worker.runner.may_step.set()
 
         with pytest.raises(InternalError):
@@ -322,7 +337,7 @@ async def test_a_stream_that_breaks_during_a_step_frees_the_slots(worker: Worker
     worker.runner.may_step.clear()
     async with worker.steps() as steps:
         await steps.send(**FIRST_STEP)
-        assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
+        assert await asyncio.to_thread(worker.runner.is_in_step.wait, PATIENCE_SECONDS)
     worker.runner.may_step.set()
 
     async with worker.steps() as steps:
@@ -335,7 +350,7 @@ async def test_the_server_answers_while_a_step_runs(worker: Worker) -> None:
     worker.runner.may_step.clear()
     async with worker.steps() as steps:
         await steps.send(**FIRST_STEP)
-        assert await asyncio.to_thread(worker.runner.is_in_step.wait, 5)
+        assert await asyncio.to_thread(worker.runner.is_in_step.wait, PATIENCE_SECONDS)
 
         reports = await worker.load()
 

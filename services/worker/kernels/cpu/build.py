@@ -31,9 +31,11 @@ _TIMEOUT_SECONDS = 1_200.0
 # Without contraction a product and a sum are one operation only where the source says so: a row's result must not
 # depend on what the compiler did in one of several copies of a loop.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall")
-# Checks of single pointers add nothing to those of addresses, but minutes of compile time for every template.
+# Checks of single pointers add nothing to those of addresses, but minutes of compile time for every template. So do
+# checks in each copy of an inlined function, beside those in one that all call.
 _SANITIZER_FLAGS = (
     "-O1",
+    "-DOCTAVO_INLINE=inline",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,alignment,object-size,vptr",

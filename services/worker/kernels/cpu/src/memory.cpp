@@ -13,7 +13,11 @@ namespace octavo {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kArenaPieceBytes = 0;  // Each allocation is a piece, so that an access past its end is found.
+#else
 constexpr size_t kArenaPieceBytes = size_t{32} << 20;
+#endif
 
 size_t rounded_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

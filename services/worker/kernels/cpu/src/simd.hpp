@@ -12,7 +12,10 @@
 #include <immintrin.h>
 #endif
 
+// A build that checks every access sets it to plain `inline`.
+#if !defined(OCTAVO_INLINE)
 #define OCTAVO_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace octavo {
 namespace {
