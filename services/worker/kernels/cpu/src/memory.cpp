@@ -8,6 +8,9 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace octavo {
 namespace {
@@ -40,6 +43,12 @@ void Buffer::reserve(size_t num_bytes) {
 #endif
     std::memset(memory_.get(), 0, size);
     num_bytes_ = size;
+}
+
+void forbid_gap([[maybe_unused]] void* end_of_gap) {
+#if defined(__SANITIZE_ADDRESS__)
+    ASAN_POISON_MEMORY_REGION((char*)end_of_gap - kGapBytes, kGapBytes);
+#endif
 }
 
 void* Arena::allocate(size_t num_bytes) {

@@ -11,6 +11,16 @@ namespace octavo {
 
 constexpr size_t kAlignment = 64;
 
+// Between parts of one piece of memory, where a build checks every access.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kGapBytes = kAlignment;
+#else
+constexpr size_t kGapBytes = 0;
+#endif
+
+// Has an access to the gap that ends here reported by such a build.
+void forbid_gap(void* end_of_gap);
+
 // Memory aligned for vectors, in huge pages where the system has them.
 class Buffer {
    public:

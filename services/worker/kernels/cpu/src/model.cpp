@@ -386,7 +386,7 @@ void NativeModel::lay_out_workspace(size_t rows) {
     size_t num_bytes = 0;
     const auto piece_of = [&](size_t size) {
         const size_t first = num_bytes;
-        num_bytes += (size_t)rounded_up((int64_t)size, kAlignment);
+        num_bytes += (size_t)rounded_up((int64_t)size, kAlignment) + kGapBytes;
         return first;
     };
     const size_t hidden = piece_of(rows * row_values * sizeof(float));
@@ -404,6 +404,8 @@ void NativeModel::lay_out_workspace(size_t rows) {
     workspace_memory_ = Buffer(num_bytes);
     workspace_rows_ = rows;
     char* memory = workspace_memory_.as<char>();
+    for (const size_t part : {normed, queries, attended, inner, quantized, rotation, heads, produced, scratch, num_bytes})
+        forbid_gap(memory + part);
     workspace_ = {(float*)(memory + hidden),
                   (bf16*)(memory + normed),
                   (bf16*)(memory + queries),
