@@ -124,7 +124,7 @@ def main() -> None:
         timed += _measure(weight_type, extension, source, probes, options)
     result = _result(timed, probes, options)
     if options.plot:
-        _plot(result, options.plot)
+        _plot(result, Path(options.plot))
         print(f"plot: {options.plot}", flush=True)
     print(json.dumps(result))
 
@@ -136,8 +136,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each step measured")
     parser.add_argument("--torch", action="store_true", help="time torch's forward pass beside each step")
     parser.add_argument("--busy", type=int, default=0, help="processes beside which each step is timed again")
-    plot = REPOSITORY / "build" / "bench-worker.png"
-    parser.add_argument("--plot", type=Path, default=plot, help="file of the plot; an empty one writes none")
+    plot = str(REPOSITORY / "build" / "bench-worker.png")
+    parser.add_argument("--plot", default=plot, help="file of the plot; an empty one writes none")
     return parser.parse_args()
 
 
