@@ -31,12 +31,17 @@ def running_octavo(flags: Sequence[str]) -> Iterator[dict[str, Any]]:
             try:
                 yield _wait_until_ready(process, data_dir / "run.json")
             finally:
-                process.terminate()
-                try:
-                    process.wait(_STOP_TIMEOUT_SECONDS)
-                except subprocess.TimeoutExpired:
-                    # Its processes end with it.
-                    process.kill()
+                # When it is killed its processes end with it.
+                stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and kill it when it takes too long."""
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], run_file: Path) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from scripts.bench_client import ClientUnavailable
-from scripts.octavo_under_test import REPOSITORY
+from scripts.octavo_under_test import REPOSITORY, stop
 
 _READY_TIMEOUT_SECONDS: Final = 600.0
-_STOP_TIMEOUT_SECONDS: Final = 60.0
 
 
 @contextmanager
@@ -36,11 +35,7 @@ def running_server(
                 raise ClientUnavailable(f"{name} did not become healthy; {log} says why.")
             yield base_url
         finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_TIMEOUT_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            stop(process)
 
 
 def _becomes_healthy(process: subprocess.Popen[bytes], base_url: str) -> bool:

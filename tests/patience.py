@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-# Nothing takes as long, but a virtual machine may stand still in between: pauses of 17 s were seen.
+# Nothing takes as long, but whoever measures something else beside the tests may stop them for seconds meanwhile.
 PATIENCE_SECONDS = 60.0

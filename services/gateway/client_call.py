@@ -43,6 +43,11 @@ class Framing:
     error_event: Callable[[OctavoError], bytes]
 
 
+# A body of more takes milliseconds to read, and tens of them to check where it holds hundreds of thousands of token
+# ids or ten thousands of messages' parts.
+LONG_BODY_BYTES: Final = 256 * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class RequestBody:
     """What is asked, as an object of JSON, and how many bytes said it."""

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Final
 
 from aiohttp import web
 
-from services.gateway.client_call import Caller, RequestBody
+from services.gateway.client_call import LONG_BODY_BYTES, Caller, RequestBody
 from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.latency_receipt import Segment
 from services.gateway.sse import SseWriter
-
-# Such a body takes milliseconds to read, so that gets a turn of the event loop for itself.
-_LONG_BODY_BYTES: Final = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,8 @@ class HttpCall:
         times = self.caller.times
         body = await read_json_body(self.http_request, self.body_limits)
         times.lap(Segment.RECEIVE)
-        is_long = body.num_bytes > _LONG_BODY_BYTES
+        # To read a long one gets a turn of the event loop for itself.
+        is_long = body.num_bytes > LONG_BODY_BYTES
         if is_long:
             await asyncio.sleep(0)
         fields = body.parse()

@@ -1,6 +1,6 @@
 """The JSON object of a request: counted while its bytes come, and read when all are there.
 
-Owns how many values a body may have and what counts as JSON. It must not know HTTP, nor what a field means.
+Owns how many values a body may have and what counts as JSON. It must not know HTTP.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any, Final
 import orjson
 
 from libs.errors import InvalidRequest
+from services.gateway.openai_schema import MAX_MESSAGES
 
 # Beyond what 2048 messages, 2048 parts and the largest schema can have.
 MAX_BODY_MEMBERS: Final = 65_536
 MAX_BODY_COMMAS: Final = 524_288
-# More roles than any conversation has that is taken: then it is the messages that are too many.
-_MANY_ROLES: Final = 2048
 _LARGE_BYTES: Final = 65_536
 # More white space than a client puts after an object.
 _ENDING_BYTES: Final = 64
@@ -85,7 +84,7 @@ class JsonBody:
     def _refusal_so_far(self) -> InvalidRequest | None:
         if self._num_members > MAX_BODY_MEMBERS:
             # A conversation is the likeliest, and the only part of a body that may rightly be large.
-            is_conversation = self._raw.count(b'"role"') > _MANY_ROLES
+            is_conversation = self._raw.count(b'"role"') > MAX_MESSAGES
             return InvalidRequest(
                 f"The body's objects have too many members; at most {MAX_BODY_MEMBERS} are taken.",
                 param="messages" if is_conversation else None,

@@ -19,6 +19,7 @@ from libs.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarCompiler, GrammarForm
 from libs.kv import HASH_ALGORITHM, HashContract, PrefixHash, SharedPrefix, prefix_hashes
 from libs.text import IncrementalDetokenizer, ModelText
+from services.gateway.client_call import LONG_BODY_BYTES
 from services.gateway.generation_options import TRUNCATE_TO_FIT, GenerationOptions
 from services.gateway.latency_receipt import Marks, NoMarks, Segment
 from services.gateway.model_formats.model_format import ModelFormat
@@ -33,8 +34,6 @@ Result = TypeVar("Result")
 
 _NO_MARKS = NoMarks()
 _LONG_TEXT_CHARACTERS = 256 * 1024
-# Hundreds of thousands of token ids, or ten thousands of messages' parts, take tens of milliseconds to check.
-_LONG_BODY_BYTES = 256 * 1024
 # A character of a grammar costs as much as so many of a text; only decides which threads do the work.
 _CHARACTERS_PER_GRAMMAR_CHARACTER = 16
 # In these lies the marker of reasoning that a template writes at the end of a prompt, and white space after it.
@@ -136,7 +135,7 @@ class TextPreparation:
 
     async def check(self, work: Callable[[], Result], *, num_bytes: int) -> Result:
         """Do work that checks a request of so many bytes: at once, or in a thread where that may take long."""
-        if num_bytes <= _LONG_BODY_BYTES:
+        if num_bytes <= LONG_BODY_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._long_body_thread, work)
 

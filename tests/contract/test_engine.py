@@ -529,7 +529,9 @@ async def test_an_idle_engine_notices_a_frozen_worker() -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while (await get_engine(engine)).engine.incarnation == before:
                 await asyncio.sleep(0.01)
-        await until_state(engine, engine_pb2.ENGINE_STATE_READY)
+        healed = await until_state(engine, engine_pb2.ENGINE_STATE_READY)
+
+    assert healed.engine.incarnation > before
 
 
 async def test_heartbeats_disturb_no_request() -> None:

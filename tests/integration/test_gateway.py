@@ -673,7 +673,7 @@ async def strict_stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def hurried_stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand]:
-    """No place for answers that are to be whole: a machine that stands still for two seconds ends them, too."""
+    """No place for answers that are to be whole: two seconds on a busy machine end them, too."""
     flags = ("--sse-heartbeat-seconds", "0.1", "--request-timeout-seconds", "2.0")
     async with open_stand(tmp_path_factory.mktemp("hurried"), *flags) as stand:
         yield stand

@@ -292,8 +292,8 @@ async def test_a_deadline_ends_the_request_everywhere(stand: Stand, client: Any)
 
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     submit = next(one for one in stand.engine.submits if one.request_id == request_id)
-    # gRPC rounds deadlines up a little.
-    assert 0 < submit.remaining_time.ToTimedelta().total_seconds() < 3.0
+    # gRPC rounds a deadline up by some milliseconds.
+    assert 0 < submit.remaining_time.ToTimedelta().total_seconds() < 2.02
     # The call is over at both ends at once: the client may seem to leave a moment before its time is up.
     assert record.status in (telemetry_pb2.REQUEST_STATUS_ERROR, telemetry_pb2.REQUEST_STATUS_ABORTED)
 

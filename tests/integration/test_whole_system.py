@@ -457,6 +457,9 @@ async def test_an_idle_frozen_worker_turns_readiness_off(running_octavo: StartOc
             await until_readiness_is(session, 503)
             octavo.kill("worker-0", signal.SIGCONT)
             await until_readiness_is(session, 200)
+            body = await served_again(session)
+
+    assert body["choices"][0]["finish_reason"] == "length"
 
 
 async def until_readiness_is(session: aiohttp.ClientSession, expected: int) -> None:

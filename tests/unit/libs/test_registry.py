@@ -201,13 +201,17 @@ async def test_a_batch_removes_before_it_stores(redis: Redis) -> None:
 
 
 async def test_rows_that_are_not_written_again_expire(redis: Redis) -> None:
-    prefixes = PrefixRegistry(redis, row_ttl_seconds=0.05)
+    prefixes = PrefixRegistry(redis, row_ttl_seconds=1.0)
 
     await prefixes.write_manifest([ManifestEntry(_ONE, "engine-0", (1,), 1.0)])
     await prefixes.write_prefix_cache([PrefixCacheEntry(_ONE, "engine-0", 16, 1.0)])
 
-    while await redis.dbsize():
-        await asyncio.sleep(0.01)
+    num_written = await redis.dbsize()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await redis.dbsize():
+            await asyncio.sleep(0.01)
+
+    assert num_written == 2
 
 
 async def test_clearing_takes_all_rows_of_one_node_only(redis: Redis) -> None:

@@ -259,8 +259,10 @@ async def test_leaving_a_stream_cancels_it_at_the_other_end(peer: Peer) -> None:
         await stream.send(_abort(1))
         async for _ in stream:
             break
+        assert not peer.generation.has_ended.is_set()
 
-    await peer.generation.has_ended.wait()
+    # The fixture bounds the wait.
+    assert await peer.generation.has_ended.wait()
 
 
 async def test_leaving_a_stream_of_one_direction_cancels_it_at_the_other_end(peer: Peer) -> None:

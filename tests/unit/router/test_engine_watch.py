@@ -256,7 +256,10 @@ async def test_configured_addresses_are_watched_without_any_lease() -> None:
         await test.tell(snapshot(identity("engine-a")), address="a:1")
         await test.tell(snapshot(identity("engine-b")), address="b:1")
 
-        await until(lambda: test.watched == ["engine-a", "engine-b"])
+        await until(lambda: len(test.watched) == 2)
+
+        assert test.watched == ["engine-a", "engine-b"]
+        assert not test.nodes.records
 
 
 async def test_leases_over_the_bound_are_left_out() -> None:
