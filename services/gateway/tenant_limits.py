@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -41,7 +41,7 @@ class TenantLimits:
     @property
     def is_limited(self) -> bool:
         """Whether there is any limit."""
-        return bool(self.by_limit)
+        return any(value is not None for value in self._values)
 
     @property
     def is_held(self) -> bool:
@@ -51,12 +51,21 @@ class TenantLimits:
     @property
     def by_limit(self) -> dict[Limit, int]:
         """The limits that there are."""
-        values = ((Limit(field.name), getattr(self, field.name)) for field in fields(self))
-        return {limit: value for limit, value in values if value is not None}
+        return {limit: value for limit, value in zip(Limit, self._values, strict=True) if value is not None}
 
     def changed(self, changes: Mapping[Limit, int | None]) -> TenantLimits:
         """Return the limits with these values; None takes a limit away."""
         return replace(self, **{limit.value: value for limit, value in changes.items()})
+
+    @property
+    def _values(self) -> tuple[int | None, ...]:
+        """The values in the order of ``Limit``."""
+        return (
+            self.max_parallel_requests,
+            self.requests_per_minute,
+            self.tokens_per_minute,
+            self.tokens_per_month,
+        )
 
 
 NO_LIMITS: Final = TenantLimits()

@@ -76,6 +76,7 @@ class TenantBook:
 
     def __init__(self) -> None:
         self.holds: dict[str, Hold] = {}
+        # In the month in which a hold was settled last.
         self.month_used = 0
         self._month_start_ms = 0
         self._requests = Bucket()
@@ -134,8 +135,8 @@ class TenantBook:
             debt = self._tokens.debt_at(now_ms, limits.tokens_per_minute)
             self._tokens.owe(debt + (num_used - num_taken) * MINUTE_MS, now_ms)
         if limits.tokens_per_month is not None:
-            self._begin_month(now_ms)
-            self.month_used += num_used
+            self.month_used = self._month_used_at(now_ms) + num_used
+            self._month_start_ms = month_start_ms(now_ms)
         return True
 
     def renew(self, month_tokens_by_hold: dict[str, int], *, now_ms: int, lease_ms: int) -> int:
@@ -164,15 +165,15 @@ class TenantBook:
             cost = min(num_tokens, limits.tokens_per_minute)
             waits[Limit.TOKENS_PER_MINUTE] = wait_ms(debt, cost, limits.tokens_per_minute)
         if limits.tokens_per_month is not None:
-            self._begin_month(now_ms)
             waits[Limit.TOKENS_PER_MONTH] = self._month_wait_ms(limits.tokens_per_month, num_tokens, now_ms)
         return waits
 
     def _month_wait_ms(self, budget: int, num_tokens: int, now_ms: int) -> int:
-        if self.month_used + num_tokens > budget:
+        used = self._month_used_at(now_ms)
+        if used + num_tokens > budget:
             return next_month_start_ms(now_ms) - now_ms
         # It may fit when those that run have ended, with less than they hold.
-        return PARALLEL_WAIT_MS if self.month_used + self.month_held + num_tokens > budget else 0
+        return PARALLEL_WAIT_MS if used + self.month_held + num_tokens > budget else 0
 
     def _standing(self, limits: TenantLimits, now_ms: int) -> Standing:
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
@@ -180,7 +181,7 @@ class TenantBook:
             num_held=len(self.holds),
             request_debt=0 if requests is None else self._requests.debt_at(now_ms, requests),
             token_debt=0 if tokens is None else self._tokens.debt_at(now_ms, tokens),
-            month_used=0 if limits.tokens_per_month is None else self.month_used,
+            month_used=0 if limits.tokens_per_month is None else self._month_used_at(now_ms),
             month_held=self.month_held,
         )
 
@@ -199,10 +200,8 @@ class TenantBook:
         self._settled[hold_id] = now_ms + SETTLED_MS
         self._settled.move_to_end(hold_id)
 
-    def _begin_month(self, now_ms: int) -> None:
-        start_ms = month_start_ms(now_ms)
-        if start_ms != self._month_start_ms:
-            self._month_start_ms, self.month_used = start_ms, 0
+    def _month_used_at(self, now_ms: int) -> int:
+        return self.month_used if month_start_ms(now_ms) == self._month_start_ms else 0
 
 
 def month_tokens_of(limits: TenantLimits, num_tokens: int) -> int:

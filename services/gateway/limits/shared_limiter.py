@@ -34,13 +34,9 @@ log = get_logger("limits")
 
 # So often within the time of a lease it is renewed: one or two may be lost.
 _RENEWALS_PER_LEASE: Final = 3
-# What is used while Redis is away waits here; more than so many are dropped, the oldest first, and counted.
-_MAX_SETTLEMENTS: Final = 10_000
 # One exchange must be over well within the time of a call.
 _MAX_SETTLEMENTS_AT_ONCE: Final = 500
 _MAX_RENEWALS_IN_A_COMMAND: Final = 500
-# Redis forgets in the end what was settled. Whether it had counted one that failed so long ago, nobody can tell.
-_MAX_DOUBT_SECONDS: Final = SETTLED_MS / 1_000 / 2
 
 
 class Counts(Protocol):
@@ -60,6 +56,10 @@ class SharingSettings:
     timeout_seconds: float
     # Between two signs of life while Redis is away.
     retry_seconds: float = 1.0
+    # What is used while Redis is away waits; of more, the oldest are dropped and counted.
+    max_settlements: int = 10_000
+    # Redis forgets what was settled: whether it had counted one that failed so long ago, nobody can tell.
+    max_doubt_seconds: float = SETTLED_MS / 1_000 / 2
 
 
 @dataclass(slots=True)
@@ -201,7 +201,8 @@ class SharedLimiter:
             for settlement in reversed(settlements):
                 settlement.first_tried_at = settlement.first_tried_at or now
                 self._settlements.appendleft(settlement)
-            self._questions.extend(questions)
+            for question in questions:
+                _answer(question, None)
             raise
 
     async def _renew(self) -> None:
@@ -246,7 +247,7 @@ class SharedLimiter:
 
     def _hand_over(self, settlement: _Settlement) -> None:
         self._settlements.append(settlement)
-        if len(self._settlements) > _MAX_SETTLEMENTS:
+        if len(self._settlements) > self._settings.max_settlements:
             self._settlements.popleft()
             self._drop(1)
         self._all_settled.clear()
@@ -254,7 +255,7 @@ class SharedLimiter:
 
     def _take_settlements(self) -> list[_Settlement]:
         """Take as many as go in one exchange; those that may have been counted long ago are dropped."""
-        oldest_try = asyncio.get_running_loop().time() - _MAX_DOUBT_SECONDS
+        oldest_try = asyncio.get_running_loop().time() - self._settings.max_doubt_seconds
         taken: list[_Settlement] = []
         while self._settlements and len(taken) < _MAX_SETTLEMENTS_AT_ONCE:
             settlement = self._settlements.popleft()

@@ -6,12 +6,12 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Final
 
 import pytest
 
 from libs.obs.metrics import GatewayMetrics
-from services.gateway.limits import shared_limiter
 from services.gateway.limits.limiter import Ask, Limiter, Reservation
 from services.gateway.limits.own_counts import LocalLimiter, OwnCounts
 from services.gateway.limits.shared_limiter import SharedLimiter, SharingSettings
@@ -248,24 +248,24 @@ async def test_nobody_waits_longer_than_a_call_may_take_and_the_late_answer_is_g
 
 
 async def test_what_waits_for_redis_is_bounded_and_what_is_dropped_is_counted(
-    redis: FakeLimitCounts, metrics: GatewayMetrics, monkeypatch: pytest.MonkeyPatch
+    redis: FakeLimitCounts, metrics: GatewayMetrics
 ) -> None:
-    monkeypatch.setattr(shared_limiter, "_MAX_SETTLEMENTS", 3)
-    async with running(redis, metrics) as limiter:
+    async with running(redis, metrics, replace(PROMPT, max_settlements=3)) as limiter:
         redis.is_away = True
         for _ in range(5):
             (await limiter.reserve(ask_of(BUDGET))).hold.close(10)
 
+        await until(lambda: count(metrics, "settlements_dropped") == 2)
         await limiter.flush(0.01)
 
+        # Nobody will hear of what is left at the end.
         assert count(metrics, "settlements_dropped") == 5
 
 
 async def test_what_may_have_been_counted_long_ago_is_not_counted_again(
-    redis: FakeLimitCounts, metrics: GatewayMetrics, monkeypatch: pytest.MonkeyPatch
+    redis: FakeLimitCounts, metrics: GatewayMetrics
 ) -> None:
-    monkeypatch.setattr(shared_limiter, "_MAX_DOUBT_SECONDS", 0.0)
-    async with running(redis, metrics) as limiter:
+    async with running(redis, metrics, replace(PROMPT, max_doubt_seconds=0.0)) as limiter:
         reservation = await limiter.reserve(ask_of(BUDGET))
         redis.is_late = True
         reservation.hold.close(70)
