@@ -29,6 +29,7 @@ from services.gateway.limits.redis_counts import (
     settle_command,
 )
 from services.gateway.limits.rules import SETTLED_MS, Decision, month_tokens_of
+from services.gateway.tenant_limits import Limit
 
 log = get_logger("limits")
 
@@ -54,6 +55,8 @@ class SharingSettings:
     owner: str
     lease_seconds: float
     timeout_seconds: float
+    # Between a refusal for want of what others hold, and asking once more.
+    second_look_seconds: float = 0.05
     # Between two signs of life while Redis is away.
     retry_seconds: float = 1.0
     # What is used while Redis is away waits; of more, the oldest are dropped and counted.
@@ -101,7 +104,7 @@ class SharedLimiter:
         if self._is_away:
             return self._decide_alone(ask)
         try:
-            decision = await self._ask(ask)
+            decision = await self._ask_twice(ask)
         except asyncio.CancelledError:
             self._give_back(ask)
             raise
@@ -138,6 +141,22 @@ class SharedLimiter:
         if self._settlements:
             self._drop(len(self._settlements))
             self._settlements.clear()
+
+    async def _ask_twice(self, ask: Ask) -> Decision | None:
+        """Ask again before a refusal for want of what others hold: it may be on its way from another gateway.
+
+        A client that turns to another gateway for each request would else be refused now and then.
+        """
+        decision = await self._ask(ask)
+        is_for_what_is_held = (
+            decision is not None
+            and decision.refused_by not in (None, Limit.REQUESTS_PER_MINUTE)
+            and decision.standing.num_held > 0
+        )
+        if not is_for_what_is_held:
+            return decision
+        await asyncio.sleep(self._settings.second_look_seconds)
+        return decision if self._is_away else await self._ask(ask)
 
     async def _ask(self, ask: Ask) -> Decision | None:
         """Return what Redis decides; None where it does not say so in time, and may have let the request in."""

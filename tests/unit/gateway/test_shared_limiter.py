@@ -21,7 +21,9 @@ from tests.patience import PATIENCE_SECONDS
 
 ONE: Final = TenantLimits(max_parallel_requests=1)
 BUDGET: Final = TenantLimits(tokens_per_month=1_000)
-PROMPT: Final = SharingSettings(owner="g:1", lease_seconds=0.3, timeout_seconds=30.0, retry_seconds=0.01)
+PROMPT: Final = SharingSettings(
+    owner="g:1", lease_seconds=0.3, timeout_seconds=30.0, retry_seconds=0.01, second_look_seconds=0.01
+)
 # A call that nobody waits for.
 HASTY: Final = SharingSettings(owner="g:1", lease_seconds=30.0, timeout_seconds=0.01, retry_seconds=0.01)
 
@@ -93,13 +95,41 @@ async def test_two_gateways_share_one_limit(redis: FakeLimitCounts, metrics: Gat
     assert count(metrics, "refusals", limit="max_parallel_requests") == 1
 
 
+@pytest.mark.parametrize("limits", [ONE, TenantLimits(tokens_per_minute=100), TenantLimits(tokens_per_month=100)])
+async def test_what_is_on_its_way_back_from_another_gateway_is_waited_for(
+    redis: FakeLimitCounts, metrics: GatewayMetrics, limits: TenantLimits
+) -> None:
+    patient = replace(PROMPT, owner="g:2", second_look_seconds=0.5)
+    async with running(redis, metrics) as one, running(redis, metrics, patient) as other:
+        held = await one.reserve(ask_of(limits))
+        num_runs = redis.num_runs
+        asking = asyncio.create_task(other.reserve(ask_of(limits)))
+        await until(lambda: redis.num_runs > num_runs)
+
+        held.hold.close(0)
+
+        assert is_served(await asking)
+    assert count(metrics, "refusals", limit=next(iter(limits.by_limit))) == 0
+
+
+async def test_a_refusal_for_what_nobody_can_give_back_comes_at_once(
+    redis: FakeLimitCounts, metrics: GatewayMetrics
+) -> None:
+    never = replace(PROMPT, second_look_seconds=2 * PATIENCE_SECONDS)
+    async with running(redis, metrics, never) as limiter, asyncio.timeout(PATIENCE_SECONDS):
+        for limits in (TenantLimits(requests_per_minute=1), TenantLimits(tokens_per_month=100)):
+            (await limiter.reserve(ask_of(limits))).hold.close(100)
+            assert not is_served(await limiter.reserve(ask_of(limits)))
+
+
 async def test_many_ask_in_one_exchange(redis: FakeLimitCounts, metrics: GatewayMetrics) -> None:
     limits = TenantLimits(max_parallel_requests=40)
     async with running(redis, metrics) as limiter:
         reservations = await asyncio.gather(*(limiter.reserve(ask_of(limits)) for _ in range(50)))
 
     assert sum(map(is_served, reservations)) == 40
-    assert redis.num_runs <= 3
+    # The ten that were refused have asked again, together too.
+    assert redis.num_runs <= 5
 
 
 async def test_without_redis_a_gateway_goes_on_with_what_it_has_counted_itself(
