@@ -6,7 +6,8 @@ beside its floor: ``max(weight bytes / bandwidth, operations / peak) + KV bytes 
 are counted by the worker's own ``WorkCounter``. With ``--torch`` the same steps are timed by torch as well. Blocks
 lie at random addresses, as they do after a while of serving. Times are the best of several. With ``--busy N`` the
 steps are timed once more while N processes want a core now and then (``scripts.busy_neighbours``), and the mean is
-given as ``busy_ms``. A plot of times and floors is written to ``--plot``.
+given as ``busy_ms``, with ``neighbour_wait_ms``: how long one of those waited for a core in the mean. A plot of
+times and floors is written to ``--plot``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ WEIGHT_TYPES = {"bfloat16": Quantization.NONE, "int8": Quantization.INT8}
 _DTYPE = torch.bfloat16
 _PROBE_BYTES = 256 * 2**20
 _PROBE_ROUNDS = 3
-_NEIGHBOURS_START_SECONDS = 0.2
 _MIN_REPEATS, _MAX_REPEATS = 3, 200
 
 
@@ -73,15 +73,23 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class BusyTimes:
+    """Beside busy processes: the mean time of a step, and of one of them until it had a core."""
+
+    step_ms: float
+    neighbour_wait_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timed:
-    """A step with its time; ``torch_ms`` and ``busy_ms`` only where those were timed too."""
+    """A step with its time; ``torch_ms`` and ``busy`` only where those were timed too."""
 
     weight_type: str
     step: Step
     work: StepWork
     ms: float
     torch_ms: float | None
-    busy_ms: float | None
+    busy: BusyTimes | None
 
 
 class Probes:
@@ -166,12 +174,13 @@ def _measure(
         probes.take(native.native_model)
         batch = make_batch(step.num_sequences, step.context, step.num_tokens_each, blocks)
         times = [_best_ms(partial(_step, forward_pass, batch), options.seconds) for forward_pass in passes]
-        busy_ms = _busy_ms(partial(_step, native, batch), options) if options.busy else None
+        busy = _busy_times(partial(_step, native, batch), options) if options.busy else None
         timed.append(
-            Timed(weight_type, step, counter.work_of(batch), times[0], times[1] if times[1:] else None, busy_ms)
+            Timed(weight_type, step, counter.work_of(batch), times[0], times[1] if times[1:] else None, busy)
         )
         beside = f", torch {times[1]:.2f} ms" if times[1:] else ""
-        beside += "" if busy_ms is None else f", beside busy processes {busy_ms:.2f} ms"
+        if busy is not None:
+            beside += f", beside busy processes {busy.step_ms:.2f} ms, they wait {busy.neighbour_wait_ms:.2f} ms"
         print(f"{weight_type}, {step}: {times[0]:.2f} ms{beside}", flush=True)
     probes.take(native.native_model)
     return timed
@@ -206,7 +215,9 @@ def _result(timed: Sequence[Timed], probes: Probes, options: argparse.Namespace)
 
 def _times(timed: Timed, probes: Probes) -> dict[str, float]:
     floor_ms = 1e3 * timed.work.floor_seconds(probes.limits(timed.weight_type))
-    times = {"ms": timed.ms, "floor_ms": floor_ms, "torch_ms": timed.torch_ms, "busy_ms": timed.busy_ms}
+    times = {"ms": timed.ms, "floor_ms": floor_ms, "torch_ms": timed.torch_ms}
+    if timed.busy is not None:
+        times |= {"busy_ms": timed.busy.step_ms, "neighbour_wait_ms": timed.busy.neighbour_wait_ms}
     return {name: round(ms, 3) for name, ms in times.items() if ms is not None}
 
 
@@ -254,15 +265,15 @@ def _best_ms(work: Callable[[], object], seconds: float) -> float:
 
 
 @torch.inference_mode()
-def _busy_ms(work: Callable[[], object], options: argparse.Namespace) -> float:
-    """Return the mean time of some steps beside busy processes."""
-    with busy_neighbours(options.busy):
-        time.sleep(_NEIGHBOURS_START_SECONDS)
+def _busy_times(work: Callable[[], object], options: argparse.Namespace) -> BusyTimes:
+    """Return the mean times of some steps beside busy processes."""
+    with busy_neighbours(options.busy) as neighbours:
         started, num_steps = time.perf_counter(), 0
         while num_steps < _MIN_REPEATS or time.perf_counter() - started < options.seconds:
             work()
             num_steps += 1
-        return (time.perf_counter() - started) / num_steps * 1e3
+        step_ms = (time.perf_counter() - started) / num_steps * 1e3
+        return BusyTimes(step_ms, neighbours.stop() * 1e3)
 
 
 def _reader(source: WeightSource) -> WeightReader:

@@ -47,7 +47,9 @@ class EngineConfig:
         None, "Predicted time of a step at most while somebody decodes; prompts wait for it.", unit="seconds"
     )
     max_prefill_share: float = setting(
-        0.5, "Share of a step that one prompt may take while others wait.", unit="fraction"
+        0.5,
+        "Share of a step for prompts while others run or wait, and of that share for one before a shorter one.",
+        unit="fraction",
     )
     admission: Admission = setting(
         Admission.PREDICTED_PEAK, "What must fit before a request starts.", unit="predicted_peak|watermark"

@@ -2,9 +2,10 @@
 
 1. *Running sequences come first*: those with one token to compute, then the others, each by place in line, as far
    as the budget goes. One whose last token is being sampled has nothing to compute.
-2. *The budget* is in tokens; beside others that want to compute a prompt, one prompt takes at most its share; with
-   a target for the inter-token latency, and while somebody decodes, prompts take what the predicted time leaves,
-   and the first of them a block at least.
+2. *The budget* is in tokens; while anyone else runs or waits awake, prompts together take at most their share, and
+   of it one takes at most that share that has at least twice as much to compute as another prompt that runs, or as
+   the next in line, if it can join; with a target for the inter-token latency, and while somebody decodes, prompts
+   take what the predicted time leaves, and the first of them a block at least.
 3. *When blocks do not suffice* the one gives up all of its blocks that has the lowest priority, then has computed
    least, then came last, but never the first in line; as often as needed and no more. For a decode anyone may have
    to go, for a prompt only those that are not in the step yet. Nobody is admitted in such a step.
@@ -133,8 +134,14 @@ class _Budget:
     config: SchedulerConfig
     cost_model: StepCostModel
     num_left: int
+    max_prompt: int
+    num_prompt_left: int
     seconds_left: float | None = None
     is_first_chunk: bool = True
+
+    @property
+    def has_room_for_prompts(self) -> bool:
+        return self.num_left > 0 and self.num_prompt_left > 0
 
     def take_decodes(self, rows: Sequence[Running]) -> None:
         self.num_left -= len(rows)
@@ -159,17 +166,17 @@ class _Budget:
         nothing = StepWork(0, 0, 0)
         self.seconds_left -= self.cost_model.predict_seconds(chunk) - self.cost_model.predict_seconds(nothing)
 
-    def take_chunk(self, num_pending: int, num_computed: int, *, has_rivals: bool) -> int:
-        count = min(num_pending, self.num_left)
-        if has_rivals:
-            share = int(self.config.max_num_batched_tokens * self.config.max_prefill_share)
-            count = min(count, max(share, self.config.block_size))
+    def take_chunk(self, num_pending: int, num_computed: int, *, yields: bool) -> int:
+        count = min(num_pending, self.num_left, self.num_prompt_left)
+        if yields:
+            count = min(count, share_of(self.config, self.max_prompt))
         if self.seconds_left is not None and count:
             affordable = self.cost_model.max_chunk_tokens(self.seconds_left, num_computed_tokens=num_computed)
             count = min(count, max(affordable, self.config.block_size if self.is_first_chunk else 0))
             self._pay(count, num_computed)
         self.is_first_chunk &= not count
         self.num_left -= count
+        self.num_prompt_left -= count
         return count
 
 
@@ -313,9 +320,12 @@ class Referee:
     ) -> Facts:
         """Raise AssertionError when a step is not as the rules say; ``waiting`` is who waits before it."""
         config = self.config
+        max_tokens = config.max_num_batched_tokens
+        num_awake = sum(1 for handle in waiting if handle not in self.asleep)
+        max_prompt = share_of(config, max_tokens) if len(running) + num_awake > 1 else max_tokens
         step = _Step(
             config,
-            _Budget(config, self._cost_model, config.max_num_batched_tokens),
+            _Budget(config, self._cost_model, max_tokens, max_prompt, max_prompt),
             {row.handle: row for row in running},
             Counter(block for row in running for block in row.block_ids),
         )
@@ -324,7 +334,7 @@ class Referee:
             assert cached_after == cached_before
             return Facts((), (), ())
         was_empty = not running
-        self._plan_running(step, has_line=any(handle not in self.asleep for handle in waiting))
+        self._plan_running(step, waiting, cached_before)
         for handle in step.preempted:
             self.note_leaving(handle)
         news = iter(output.new_sequences if output else ())
@@ -350,7 +360,7 @@ class Referee:
             self._check_form(output, step)
         return Facts(tuple(step.preempted), tuple(admitted), tuple(expected))
 
-    def _plan_running(self, step: _Step, *, has_line: bool) -> None:
+    def _plan_running(self, step: _Step, waiting: Mapping[int, Known], cached: Cached) -> None:
         """Apply rules 1 to 3."""
         while True:
             rows = sorted(step.rows.values(), key=lambda row: row.order)
@@ -359,18 +369,21 @@ class Referee:
             if sum(lacking) <= step.num_available:
                 break
             assert step.preempt_one_of(rows), "a sequence alone lacks blocks"
+        prompts = [row for row in rows if row.num_pending > 1]
+        shortest = min((row.num_pending for row in prompts), default=0)
+        if prompts and not step.preempted:
+            shortest = min(shortest, self._pending_of_first(step, waiting, cached))
         step.budget.take_decodes(decodes)
         num_promised = 0
         for row, missing in zip(decodes, lacking, strict=True):
             step.plan(row, 1, missing)
             step.decodes.append(row.handle)
             num_promised += missing
-        prompts = [row for row in rows if row.num_pending > 1]
         for row in prompts:
             if row.handle not in step.rows:
                 continue
-            has_rivals = len(prompts) > 1 or has_line or bool(step.preempted)
-            count = step.budget.take_chunk(row.num_pending, row.num_computed_tokens, has_rivals=has_rivals)
+            yields = row.num_pending >= 2 * shortest
+            count = step.budget.take_chunk(row.num_pending, row.num_computed_tokens, yields=yields)
             if not count:
                 continue
             missing = step.lacks(row, row.num_computed_tokens + count)
@@ -455,30 +468,52 @@ class Referee:
 
     def _choose(self, step: _Step, line: Mapping[int, Known], cached: Cached, was_empty: bool) -> _Choice | None:
         """Return who is admitted next, and how (rules 4 to 6)."""
-        while step.budget.num_left > 0 and len(step.rows) < self.config.max_num_seqs:
-            awake = [life for handle, life in line.items() if handle not in self.asleep]
+        while step.budget.has_room_for_prompts and len(step.rows) < self.config.max_num_seqs:
+            awake = self._line(line)
             if not awake:
                 return None
-            life = min(awake, key=lambda other: other.order)
-            sibling, size = self._computed_sibling(step, life), self.config.block_size
-            source = None
-            if sibling is not None:
-                num_shared = (life.num_prompt_tokens - 1) // size
-                hit, num_hit_tokens = sibling.block_ids[:num_shared], life.num_prompt_tokens - 1
-                source = sibling.block_ids[num_shared]
-            else:
-                self._num_hashed[life.handle] = len(life.chain)
-                hit = self._longest_prefix(step, life, cached)
-                num_hit_tokens = len(hit) * size
-                if self._falls_asleep(life, len(hit)):
-                    continue
+            life = awake[0]
+            start = self._find_start(step, life, cached)
+            if start is None:
+                continue
+            hit, num_hit_tokens, source = start
             num_expected = self.forecast.expected_tokens(life.tenant_id, life.max_output_tokens)
             if not self._is_let_in(step, life, hit, num_expected, was_empty):
                 return None
             pending = len(life.token_ids) - num_hit_tokens
-            count = step.budget.take_chunk(pending, num_hit_tokens, has_rivals=len(awake) > 1)
+            yields = pending >= 2 * self._pending_of_second(step, awake, cached)
+            count = step.budget.take_chunk(pending, num_hit_tokens, yields=yields)
             return _Choice(life, count, num_expected, hit, num_hit_tokens, source) if count else None
         return None
+
+    def _find_start(self, step: _Step, life: Known, cached: Cached) -> tuple[list[int], int, int | None] | None:
+        """Return blocks and tokens of the hit and the block to copy; None for one that falls asleep."""
+        sibling, size = self._computed_sibling(step, life), self.config.block_size
+        if sibling is not None:
+            num_shared = (life.num_prompt_tokens - 1) // size
+            return sibling.block_ids[:num_shared], life.num_prompt_tokens - 1, sibling.block_ids[num_shared]
+        self._num_hashed[life.handle] = len(life.chain)
+        hit = self._longest_prefix(step, life, cached)
+        return None if self._falls_asleep(life, len(hit)) else (hit, len(hit) * size, None)
+
+    def _line(self, waiting: Mapping[int, Known]) -> list[Known]:
+        """Return who waits awake, by place in line."""
+        awake = [life for handle, life in waiting.items() if handle not in self.asleep]
+        return sorted(awake, key=lambda life: life.order)
+
+    def _pending_of_first(self, step: _Step, waiting: Mapping[int, Known], cached: Cached) -> int:
+        """Return what the first in line has to compute that does not fall asleep."""
+        for life in self._line(waiting):
+            start = self._find_start(step, life, cached)
+            if start is not None:
+                return len(life.token_ids) - start[1]
+        return self.config.max_model_len
+
+    def _pending_of_second(self, step: _Step, awake: list[Known], cached: Cached) -> int:
+        for life in awake[1:2]:
+            self._num_hashed[life.handle] = len(life.chain)
+            return len(life.token_ids) - len(self._longest_prefix(step, life, cached)) * self.config.block_size
+        return self.config.max_model_len
 
     def _computed_sibling(self, step: _Step, life: Known) -> Running | None:
         parent = step.rows.get(life.parent) if life.parent is not None else None
@@ -607,6 +642,11 @@ class Referee:
     def _wake(self, key: Hashable) -> None:
         if key in self.asleep.values():
             self.asleep = {handle: other for handle, other in self.asleep.items() if other != key}
+
+
+def share_of(config: SchedulerConfig, num_tokens: int) -> int:
+    """Return the prompts' share of so many tokens; a block at least."""
+    return max(config.block_size, int(num_tokens * config.max_prefill_share))
 
 
 def read_on(token_ids: list[int], speculation: SpeculationConfig, num_wanted: int) -> list[int]:

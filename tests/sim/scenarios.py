@@ -260,10 +260,30 @@ def aging() -> Stage:
 
 
 def prefill_share() -> Stage:
-    """While b waits the long prompt of a takes half a step; alone it takes all of it."""
+    """While others run or wait, prompts take half a step, and a leaves half of that to b; alone a takes all."""
     stage = _stage(prefill_share, max_prefill_share=0.5)
     stage.add("a", "x200", out=2)
     stage.add("b", "y20", out=2)
+    stage.run()
+    return stage
+
+
+def equal_prompts_one_after_the_other() -> Stage:
+    """a and b come at once: a has its first token before b begins, and b no later than if they had shared."""
+    stage = _stage(equal_prompts_one_after_the_other, max_prefill_share=0.5)
+    stage.add("a", "x96", out=3)
+    stage.add("b", "y95", out=3)
+    stage.run()
+    return stage
+
+
+def a_prompt_that_is_mostly_cached_counts_as_short() -> Stage:
+    """Of b only 16 tokens are not cached, so that a, who came before it, leaves it room."""
+    stage = _stage(a_prompt_that_is_mostly_cached_counts_as_short, max_prefill_share=0.5)
+    stage.add("c", "y96", out=1)
+    stage.run()
+    stage.add("a", "x100", out=2)
+    stage.add("b", "y96 z16", out=2)
     stage.run()
     return stage
 
@@ -600,6 +620,8 @@ SCENARIOS: dict[str, Script] = {
         predicted_peak_learns,
         aging,
         prefill_share,
+        equal_prompts_one_after_the_other,
+        a_prompt_that_is_mostly_cached_counts_as_short,
         target_itl,
         static_batch,
         contiguous,

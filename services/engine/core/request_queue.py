@@ -55,6 +55,17 @@ class RequestQueue:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
+    def peek_second(self) -> Sequence | None:
+        """Return the one behind the first in line."""
+        if self.peek() is None:
+            return None
+        first = heapq.heappop(self._heap)
+        # An entry that died comes to life again when its sequence comes back, beside the new one.
+        while (second := self.peek()) is first[1]:
+            heapq.heappop(self._heap)
+        heapq.heappush(self._heap, first)
+        return second
+
     def park_first(self, key: Hashable) -> None:
         """Let the first in line wait for ``key``."""
         sequence = self.peek()

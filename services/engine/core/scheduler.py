@@ -59,6 +59,10 @@ from services.engine.core.submission_rules import refuse_unservable
 from services.engine.core.timings import FirstToken, Timings
 from services.engine.core.token_budget import TokenBudget
 
+# A prompt leaves room for one behind it when it has so many times as much to compute. Prompts nearly alike are
+# served one after the other: the first has its first token sooner if it need not share, and the second no later.
+_YIELDS_FROM = 2
+
 _NO_BLOCKS = np.empty(0, np.int32)
 
 
@@ -301,6 +305,7 @@ class Scheduler:
                 self.config.max_num_batched_tokens,
                 min_chunk_tokens=self.config.block_size,
                 max_share=self.config.max_prefill_share,
+                is_in_company=self._table.num_active + len(self._queue) - self._queue.num_parked > 1,
                 target_seconds=self.config.target_itl_seconds,
                 cost_model=self._cost_model,
             )
@@ -379,14 +384,39 @@ class Scheduler:
             assert victim is not None, "a sequence that runs alone always has blocks"
             self._preempt(table.sequence_at(victim))
             was_preempted = True
+        yielding = self._find_yielding(prompts, was_preempted=was_preempted)
         if len(decodes):
             plan.budget.take_decodes(len(decodes), int(table.num_computed_tokens[decodes].sum()))
             new_block_ids = self._manager.allocate(decodes, missing) if missing.any() else _NO_BLOCKS
             plan.add_decodes(decodes, missing, new_block_ids)
         for slot in table.in_line(prompts).tolist() if len(prompts) else ():
-            has_rivals = len(prompts) > 1 or self._queue.peek() is not None
-            was_preempted |= self._continue_prompt(plan, slot, has_rivals=has_rivals)
+            was_preempted |= self._continue_prompt(plan, slot, yields=slot in yielding)
         return was_preempted
+
+    def _find_yielding(self, prompts: Slots, *, was_preempted: bool) -> frozenset[int]:
+        """Return the rows that leave room for a much shorter prompt, one that runs or the first in line."""
+        if not len(prompts):
+            return frozenset()
+        pending = self._pending_tokens(prompts)
+        shortest = int(pending.min())
+        # Nobody joins a step for which somebody had to go.
+        if not was_preempted:
+            shortest = min(shortest, self._pending_of_first_in_line())
+        return frozenset(prompts[pending >= _YIELDS_FROM * shortest].tolist())
+
+    def _pending_of_first_in_line(self) -> int:
+        """Return what the first that needs not wait for another's work has to compute; much if there is none."""
+        while (sequence := self._queue.peek()) is not None:
+            hit = self._find_start(sequence)
+            if hit is not None:
+                return len(sequence.token_ids) - hit.num_tokens
+        return self.config.max_model_len
+
+    def _pending_of_second_in_line(self) -> int:
+        sequence = self._queue.peek_second()
+        if sequence is None:
+            return self.config.max_model_len
+        return len(sequence.token_ids) - self._manager.find_longest_prefix(sequence).num_tokens
 
     def _split_running(self) -> tuple[Slots, Slots]:
         """Return the rows with one token to compute, and those with more."""
@@ -403,7 +433,7 @@ class Scheduler:
         pending[table.num_tokens[slots] >= table.max_num_tokens[slots]] -= 1
         return pending
 
-    def _continue_prompt(self, plan: StepPlan, slot: int, *, has_rivals: bool) -> bool:
+    def _continue_prompt(self, plan: StepPlan, slot: int, *, yields: bool) -> bool:
         """Give a prompt its next chunk; returns whether a sequence had to give up its blocks for it."""
         table, slots = self._table, np.array([slot])
         if table.sequences[slot] is None:
@@ -411,7 +441,7 @@ class Scheduler:
             return False
         num_computed = int(table.num_computed_tokens[slot])
         num_tokens = plan.budget.grant_chunk(
-            int(table.num_tokens[slot]) - num_computed, num_computed_tokens=num_computed, has_rivals=has_rivals
+            int(table.num_tokens[slot]) - num_computed, num_computed_tokens=num_computed, yields=yields
         )
         if not num_tokens:
             return False
@@ -432,7 +462,7 @@ class Scheduler:
         """Let the first in line join while there is budget, a slot, and no rule against it."""
         for rule in self._admission_rules:
             rule.begin_pass()
-        while plan.budget.num_tokens_left > 0 and self._table.has_free_slot:
+        while plan.budget.has_room_for_prompts and self._table.has_free_slot:
             sequence = self._queue.peek()
             if sequence is None:
                 return
@@ -446,10 +476,11 @@ class Scheduler:
             if refusal is not None:
                 self._refusals[refusal] += 1
                 return
+            num_pending = len(sequence.token_ids) - hit.num_tokens
             num_tokens = plan.budget.grant_chunk(
-                len(sequence.token_ids) - hit.num_tokens,
+                num_pending,
                 num_computed_tokens=hit.num_tokens,
-                has_rivals=len(self._queue) - self._queue.num_parked > 1,
+                yields=num_pending >= _YIELDS_FROM * self._pending_of_second_in_line(),
             )
             if not num_tokens:
                 return

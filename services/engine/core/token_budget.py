@@ -8,8 +8,11 @@ from services.engine.core.step_cost import StepCostModel, StepWork
 class TokenBudget:
     """Scratch state of one scheduling pass. Decodes are always granted; prompts get what is left.
 
-    With a target for the inter-token latency, and while somebody decodes, a step takes prompt tokens only as far as
-    its predicted time allows, but always a few: a target that cannot be met must not starve prompts.
+    In company, where anyone else runs or waits, prompts together take at most their share of a step: short steps
+    let those that decode go on, and the first in line have its first token before the second begins. A prompt that
+    is alone disturbs nobody and takes all. With a target for the inter-token latency, and while somebody decodes, a
+    step takes prompt tokens only as far as its predicted time allows, but always a few: a target that cannot be met
+    must not starve prompts.
     """
 
     def __init__(
@@ -18,13 +21,15 @@ class TokenBudget:
         *,
         min_chunk_tokens: int,
         max_share: float,
+        is_in_company: bool,
         target_seconds: float | None,
         cost_model: StepCostModel,
     ) -> None:
         self.num_tokens_left = max_num_tokens
-        self._max_num_tokens = max_num_tokens
         self._min_chunk_tokens = min_chunk_tokens
         self._max_share = max_share
+        self._max_prompt_tokens = self._share_of(max_num_tokens) if is_in_company else max_num_tokens
+        self._num_prompt_tokens_left = self._max_prompt_tokens
         self._target_seconds = target_seconds if cost_model.is_fitted else None
         self._cost_model = cost_model
         self._seconds_left: float | None = None
@@ -46,21 +51,30 @@ class TokenBudget:
         self.num_tokens_left -= granted
         return granted
 
-    def grant_chunk(self, num_pending_tokens: int, *, num_computed_tokens: int, has_rivals: bool) -> int:
+    @property
+    def has_room_for_prompts(self) -> bool:
+        """Whether a prompt can still be granted a token."""
+        return min(self.num_tokens_left, self._num_prompt_tokens_left) > 0
+
+    def grant_chunk(self, num_pending_tokens: int, *, num_computed_tokens: int, yields: bool) -> int:
         """Take and return the tokens that a prompt computes in this step; none when the budget is used up.
 
-        With rivals one prompt takes at most its share of a step, so that short prompts pass long ones.
+        One that yields, to a shorter prompt behind it, takes at most its share of what prompts may take.
         """
-        granted = min(num_pending_tokens, self.num_tokens_left)
-        if has_rivals:
-            granted = min(granted, max(self._min_chunk_tokens, int(self._max_num_tokens * self._max_share)))
+        granted = min(num_pending_tokens, self.num_tokens_left, self._num_prompt_tokens_left)
+        if yields:
+            granted = min(granted, self._share_of(self._max_prompt_tokens))
         if self._seconds_left is not None and granted > 0:
             floor = 0 if self._has_granted_chunk else self._min_chunk_tokens
             granted = min(granted, max(self._affordable(num_computed_tokens), floor))
             self._pay(granted, num_computed_tokens)
         self._has_granted_chunk |= granted > 0
         self.num_tokens_left -= granted
+        self._num_prompt_tokens_left -= granted
         return granted
+
+    def _share_of(self, num_tokens: int) -> int:
+        return max(self._min_chunk_tokens, int(num_tokens * self._max_share))
 
     def _affordable(self, num_computed_tokens: int) -> int:
         """Return the tokens of one sequence for which the step's time suffices."""

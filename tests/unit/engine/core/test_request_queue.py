@@ -135,7 +135,10 @@ def test_equals_a_sorted_list_over_random_pushes_parks_and_removals() -> None:
             parked.pop(sequence.handle, None)
             away.append(sequence)
         in_line = [sequence for handle, sequence in waiting.items() if handle not in parked]
-        assert queue.peek() is min(in_line, key=lambda sequence: sequence.order, default=None)
+        in_line.sort(key=lambda sequence: sequence.order)
+        assert queue.peek() is (in_line[0] if in_line else None)
+        assert queue.peek_second() is (in_line[1] if len(in_line) > 1 else None)
+        assert queue.peek() is (in_line[0] if in_line else None)
         assert len(queue) == len(waiting)
         assert queue.num_parked == len(parked)
         assert {sequence.handle for sequence in queue} == waiting.keys()

@@ -156,14 +156,14 @@ def test_a_long_prompt_of_another_is_the_reason_of_a_stall() -> None:
     engine.add(_asking("r", range(10), max_output_tokens=5))
     engine.step(0.05)
     engine.step(0.05)
-    engine.add(make_request("long", range(100, 160)))
+    engine.add(make_request("long", range(100, 130)))
     step_id = engine.step(0.3)
     engine.run()
 
     usage = engine.ends["r"].usage
 
     (stall,) = usage.stalls
-    assert (stall.step_id, stall.reason, stall.num_prefill_tokens) == (step_id, StallReason.PREFILL, 60)
+    assert (stall.step_id, stall.reason, stall.num_prefill_tokens) == (step_id, StallReason.PREFILL, 30)
     assert stall.gap_seconds == pytest.approx(0.3)
     assert stall.step_seconds == 0.3
     assert usage.num_stalls == 1

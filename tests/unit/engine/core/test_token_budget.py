@@ -23,6 +23,7 @@ def _budget(
     max_num_tokens: int = 64,
     *,
     max_share: float = 0.5,
+    is_in_company: bool = False,
     target_seconds: float | None = None,
     cost_model: StepCostModel | None = None,
 ) -> TokenBudget:
@@ -30,13 +31,14 @@ def _budget(
         max_num_tokens,
         min_chunk_tokens=16,
         max_share=max_share,
+        is_in_company=is_in_company,
         target_seconds=target_seconds,
         cost_model=cost_model or _cost_model(),
     )
 
 
-def _grant(budget: TokenBudget, num_pending: int, *, num_computed: int = 0, has_rivals: bool = False) -> int:
-    return budget.grant_chunk(num_pending, num_computed_tokens=num_computed, has_rivals=has_rivals)
+def _grant(budget: TokenBudget, num_pending: int, *, num_computed: int = 0, yields: bool = False) -> int:
+    return budget.grant_chunk(num_pending, num_computed_tokens=num_computed, yields=yields)
 
 
 def test_a_prompt_alone_gets_the_whole_step() -> None:
@@ -63,15 +65,31 @@ def test_decodes_come_first() -> None:
 
 
 @pytest.mark.parametrize(("max_share", "granted"), [(1.0, 64), (0.5, 32), (0.3, 19), (0.1, 16)])
-def test_beside_rivals_a_prompt_gets_its_share_but_a_block_at_least(max_share: float, granted: int) -> None:
-    assert _grant(_budget(max_share=max_share), 200, has_rivals=True) == granted
+def test_in_company_prompts_get_their_share_together_but_a_block_at_least(max_share: float, granted: int) -> None:
+    budget = _budget(max_share=max_share, is_in_company=True)
+
+    assert budget.has_room_for_prompts
+    assert _grant(budget, 10) == 10
+    assert _grant(budget, 200) == granted - 10
+    assert not budget.has_room_for_prompts
+    assert _grant(budget, 200) == 0
+    assert budget.num_tokens_left == 64 - granted
+
+
+def test_one_that_yields_leaves_room_within_what_prompts_may_take() -> None:
+    budget = _budget(128, is_in_company=True)
+
+    assert _grant(budget, 200, yields=True) == 32
+    assert _grant(budget, 20) == 20
+    assert _grant(budget, 200) == 12
 
 
 def test_a_share_never_exceeds_what_is_left() -> None:
-    budget = _budget()
+    budget = _budget(is_in_company=True)
     budget.take_decodes(60, 0)
 
-    assert _grant(budget, 200, has_rivals=True) == 4
+    assert _grant(budget, 200, yields=True) == 4
+    assert not budget.has_room_for_prompts
 
 
 def test_prompts_take_the_time_that_decodes_leave() -> None:
@@ -132,18 +150,19 @@ def test_the_target_binds_only_once_the_model_is_fitted() -> None:
 
 
 def test_grants_add_up_to_the_step() -> None:
-    budget = _budget(100, max_share=0.25)
-    budget.take_decodes(10, 0)
+    budget = _budget(100, max_share=0.75, is_in_company=True)
+    budget.take_decodes(30, 0)
 
-    grants = [_grant(budget, 1_000, has_rivals=True) for _ in range(6)]
+    grants = [_grant(budget, 1_000, yields=True) for _ in range(3)]
 
-    assert grants == [25, 25, 25, 15, 0, 0]
+    # Prompts may take 75 together, one of them 56, and all of them no more than the step has left.
+    assert grants == [56, 14, 0]
 
 
 def test_drafts_get_what_is_left() -> None:
     budget = _budget(10)
     budget.take_decodes(3, 30)
-    budget.grant_chunk(4, num_computed_tokens=0, has_rivals=False)
+    budget.grant_chunk(4, num_computed_tokens=0, yields=False)
 
     assert budget.grant_drafts(2, num_computed_tokens=10) == 2
     assert budget.grant_drafts(4, num_computed_tokens=10) == 1

@@ -17,6 +17,11 @@ constexpr int kSpinsBetweenClocks = 64;
 // How long a thread waits for others before it does their items: this long, or a part of the time that the phase took.
 constexpr int64_t kPatienceNanoseconds = 15'000;
 constexpr int kPatiencePart = 4;
+// How often a thread offers its core to others, which costs 0.2 microseconds where nobody wants it, and the part of its
+// time, saved up to a while, that it gives away so: who always wants a core must wait for the system's turns.
+constexpr int64_t kNanosecondsBetweenOffers = 100'000;
+constexpr int kOfferedPart = 4;
+constexpr int64_t kMaxOfferedNanoseconds = 10'000'000;
 constexpr auto kSleepTime = std::chrono::microseconds(30);
 
 void pause() {
@@ -80,6 +85,7 @@ Pool::Pool(int num_threads)
     : num_threads_(num_threads),
       next_items_((size_t)num_threads),
       num_done_((size_t)num_threads),
+      offers_((size_t)num_threads),
       seats_((size_t)num_threads) {
     // With a thread for each core each has its own. Left to itself a system wakes two on one core and keeps them there for
     // seconds while another is idle: a virtual machine's idle core can look as if it were taken away (Linux 6.18 on KVM).
@@ -161,11 +167,29 @@ int64_t Pool::now() const { return nanoseconds(); }
 
 // What a thread wrote in one phase lies in its own caches in the next.
 Range Pool::claim(const Phase& phase, int thread, int grain) {
+    offer_core(thread);
     for (int i = 0; i < num_threads_; ++i) {
         const Range items = claim_of_share(phase, (thread + i) % num_threads_, (uint64_t)grain);
         if (items.first < items.end) return items;
     }
     return {0, 0};
+}
+
+// Processes that share the cores have little to do and are urgent: each first token goes through three of them. Without
+// being offered one they get a core when the system takes it from a thread, which is late, and mostly amid an item. Between
+// two claims a thread holds nothing that others would wait for, and these do its part.
+void Pool::offer_core(int thread) {
+#if defined(__linux__)
+    Offer& offer = offers_[(size_t)thread];
+    const int64_t now = nanoseconds(), since = now - offer.ended;
+    if (since < kNanosecondsBetweenOffers) return;
+    offer.left = std::min(offer.left + since / kOfferedPart, kMaxOfferedNanoseconds);
+    offer.ended = now;
+    if (offer.left < 0) return;
+    sched_yield();
+    offer.ended = nanoseconds();
+    offer.left -= offer.ended - now;
+#endif
 }
 
 // Claims become smaller towards the end, so that all come to it at about the same time.

@@ -50,11 +50,16 @@ class Pool final : public Team {
     struct alignas(64) Counter {
         std::atomic<uint64_t> value{0};
     };
+    struct alignas(64) Offer {
+        int64_t ended = 0;  // when the thread last had its core back, in nanoseconds
+        int64_t left = 0;   // for how many nanoseconds others may still have it
+    };
     struct alignas(64) Flag {
         std::atomic<uint32_t> value{0};
     };
 
     void invite(const std::function<void(int)>& work);
+    void offer_core(int thread);
     Range claim_of_share(const Phase& phase, int owner, uint64_t grain);
     void serve(int thread);
     static void wait_while(const std::atomic<uint32_t>& value, uint32_t old);
@@ -65,6 +70,7 @@ class Pool final : public Team {
     std::vector<Counter> next_items_;  // of each thread's share, that nobody has claimed
     Counter next_number_;
     std::vector<Counter> num_done_;  // by thread; together the items done since the pool began
+    std::vector<Offer> offers_;  // by thread, each read and written by its own alone
     // By item, counted from its phase's first: the end of the last phase in which it was taken.
     std::vector<std::atomic<uint64_t>> takings_;
     Flag generation_;
