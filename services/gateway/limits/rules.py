@@ -12,9 +12,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from heapq import heappop, heappush
 from typing import Final
 
 from services.gateway.tenant_limits import Limit, TenantLimits
@@ -81,8 +81,9 @@ class TenantBook:
         self._month_start_ms = 0
         self._requests = Bucket()
         self._tokens = Bucket()
-        # Until when a settled hold is known, the oldest first.
-        self._settled: OrderedDict[str, int] = OrderedDict()
+        # Until when a settled hold is known; and the same as a heap, the first to be forgotten on top.
+        self._settled: dict[str, int] = {}
+        self._settled_ends: list[tuple[int, str]] = []
 
     @property
     def month_held(self) -> int:
@@ -195,10 +196,12 @@ class TenantBook:
         return self._settled.get(hold_id, now_ms) > now_ms
 
     def _remember_settled(self, hold_id: str, now_ms: int) -> None:
-        while self._settled and next(iter(self._settled.values())) <= now_ms:
-            self._settled.popitem(last=False)
+        while self._settled_ends and self._settled_ends[0][0] <= now_ms:
+            end_ms, ended = heappop(self._settled_ends)
+            if self._settled.get(ended) == end_ms:
+                del self._settled[ended]
         self._settled[hold_id] = now_ms + SETTLED_MS
-        self._settled.move_to_end(hold_id)
+        heappush(self._settled_ends, (now_ms + SETTLED_MS, hold_id))
 
     def _month_used_at(self, now_ms: int) -> int:
         return self.month_used if month_start_ms(now_ms) == self._month_start_ms else 0

@@ -330,6 +330,13 @@ BACK_AND_FORTH: Final = [
     Step("reserve", -5_000, TenantLimits(tokens_per_month=100), ["gateway:1/2"], 50),
     Step("reserve", 5_000, TenantLimits(tokens_per_month=100), ["gateway:1/3"], 10),
 ]
+# What was settled while the clock was set back is forgotten before what was settled earlier.
+OUT_OF_ORDER: Final = [
+    Step("settle", 0, LIMITS[0], ["gateway:1/1"], 0),
+    Step("settle", -5_000, LIMITS[0], ["gateway:1/2"], 0),
+    Step("settle", SETTLED_MS, LIMITS[0], ["gateway:1/3"], 0),
+    Step("reserve", -5_000, LIMITS[0], ["gateway:1/2"], 0),
+]
 ALL: Final = TenantLimits(
     max_parallel_requests=1, requests_per_minute=60, tokens_per_minute=60, tokens_per_month=100
 )
@@ -351,6 +358,7 @@ ALL: Final = TenantLimits(
     ),
 )
 @example(ms_of(2027, 1, 1), BACK_AND_FORTH)
+@example(NOW, OUT_OF_ORDER)
 @given(start=st.sampled_from(STARTS), steps=st.lists(STEPS, min_size=1, max_size=60))
 def test_redis_decides_as_the_pure_core_does(valkey: Valkey, start: int, steps: list[Step]) -> None:
     times, book = times_of(start, steps), TenantBook()
