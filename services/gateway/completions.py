@@ -164,6 +164,7 @@ class Completions:
             request.options,
             cache_salt=exchange.caller.tenant.cache_salt,
             max_model_len=max_model_len,
+            num_body_bytes=body.num_bytes,
             prompt_field=endpoint.prompt_field,
             marks=times,
         )

@@ -31,8 +31,11 @@ class JsonBody:
 
     def __init__(self) -> None:
         self._raw = bytearray()
-        self._num_members = 0
+        self._num_quotes = 0
         self._num_commas = 0
+        self._num_members = 0
+        # Up to here members were counted.
+        self._num_counted_bytes = 0
         self._refusal: InvalidRequest | None = None
 
     @property
@@ -44,11 +47,13 @@ class JsonBody:
         """Take the bytes that came next."""
         if self._refusal is not None:
             return
-        start = len(self._raw)
         self._raw += data
-        # Only what stands for structure counts as a member; a comma may also stand in text, so that limit is wide.
-        self._num_members += self._count(b'":', start) - self._count(b'\\":', start)
-        self._num_commas += self._count(b",", start)
+        # To find single bytes takes a fifth of the time that it takes to find members, each of which has a quote.
+        self._num_quotes += data.count(b'"')
+        # A comma may also stand in text, so that limit is wide.
+        self._num_commas += data.count(b",")
+        if self._num_quotes > MAX_BODY_MEMBERS:
+            self._count_members()
         self._refusal = self._refusal_so_far()
         if self._refusal is not None:
             self._raw = bytearray()
@@ -76,6 +81,12 @@ class JsonBody:
         """Tell whether a large body ends within its object; to find that out by reading takes twice the time."""
         ending = self._raw[-_ENDING_BYTES:].rstrip()
         return len(self._raw) > _LARGE_BYTES and bool(ending) and not ending.endswith((b"}", b"]"))
+
+    def _count_members(self) -> None:
+        """Count the members that came since the last time; only what stands for structure is one."""
+        start = self._num_counted_bytes
+        self._num_members += self._count(b'":', start) - self._count(b'\\":', start)
+        self._num_counted_bytes = len(self._raw)
 
     def _count(self, pattern: bytes, start: int) -> int:
         """Count what ends at ``start`` or behind it; a pattern may have begun in the part before."""

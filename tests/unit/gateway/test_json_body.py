@@ -63,12 +63,14 @@ def test_a_text_that_holds_json_has_no_members() -> None:
 
 @pytest.mark.parametrize("part_bytes", range(1, 9))
 @pytest.mark.parametrize("surplus", [0, 1])
-def test_members_are_counted_right_however_a_body_is_cut(part_bytes: int, surplus: int) -> None:
-    """Every border of two parts falls into some member's quote and colon."""
+@pytest.mark.parametrize("num_quotes", [0, MAX_BODY_MEMBERS])
+def test_members_are_counted_right_however_a_body_is_cut(part_bytes: int, surplus: int, num_quotes: int) -> None:
+    """Every border of two parts falls into a member's quote and colon; after many quotes each part is counted."""
+    body = JsonBody()
+    body.add(b'{"quotes":"' + b'\\"' * num_quotes + b'"')
     num_members = MAX_BODY_MEMBERS + surplus
     # The value holds what would be a member if its quote did not belong to the text.
-    raw = b'{"a":"\\":"' + b',"b":1' * (num_members - 1) + b"}"
-    body = JsonBody()
+    raw = b',"a":"\\":"' + b',"b":1' * (num_members - 2) + b"}"
     # The beginning in small parts, the rest at once: what is counted twice or not at all shows in the sum.
     for start in range(0, 6_000, part_bytes):
         body.add(raw[start : min(start + part_bytes, 6_000)])
@@ -78,7 +80,7 @@ def test_members_are_counted_right_however_a_body_is_cut(part_bytes: int, surplu
         with pytest.raises(InvalidRequest, match="at most 65536"):
             body.parse()
     else:
-        assert body.parse() == {"a": '":', "b": 1}
+        assert body.parse() == {"quotes": '"' * num_quotes, "a": '":', "b": 1}
 
 
 def test_a_conversation_of_too_many_messages_is_refused_by_name() -> None:

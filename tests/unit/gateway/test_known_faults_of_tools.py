@@ -50,7 +50,9 @@ async def grammar_or_error(text: TextPreparation, **fields: Any) -> Grammar | In
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]} | fields
     request = parse_chat_completion(body, MODEL)
     try:
-        prepared = await text.prepare(request.prompts, request.options, cache_salt=b"", max_model_len=8192)
+        prepared = await text.prepare(
+            request.prompts, request.options, cache_salt=b"", max_model_len=8192, num_body_bytes=200
+        )
     except InvalidRequest as error:
         return error
     assert prepared.grammar is not None

@@ -12,7 +12,9 @@ import pytest
 from libs.errors import ContextLengthExceeded, InvalidRequest
 from libs.kv import prefix_hashes
 from libs.text import ChatMessage, ModelText
+from services.gateway.client_call import LONG_BODY_BYTES
 from services.gateway.generation_options import GenerationOptions
+from services.gateway.latency_receipt import Segment
 from services.gateway.openai_schema import ModelFacts, ValidChatCompletion, parse_chat_completion
 from services.gateway.openai_text_schema import parse_text_completion
 from services.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -40,7 +42,13 @@ def fit(options: GenerationOptions, num_prompt_tokens: int, default: int | None 
 async def prepare(
     text: TextPreparation, asked: ValidChatCompletion, *, cache_salt: bytes = b"", max_model_len: int = 8192
 ) -> PreparedPrompt:
-    prepared = await text.prepare(asked.prompts, asked.options, cache_salt=cache_salt, max_model_len=max_model_len)
+    prepared = await text.prepare(
+        asked.prompts,
+        asked.options,
+        cache_salt=cache_salt,
+        max_model_len=max_model_len,
+        num_body_bytes=LONG_BODY_BYTES,
+    )
     return prepared.prompts[0]
 
 
@@ -145,7 +153,9 @@ def test_a_minimum_above_the_default_limit_asks_for_a_limit() -> None:
 async def token_ids_of(
     text: TextPreparation, prompt: Prompt, max_model_len: int = 8192, **fields: Any
 ) -> list[int]:
-    prepared = await text.prepare([prompt], options(**fields), cache_salt=b"", max_model_len=max_model_len)
+    prepared = await text.prepare(
+        [prompt], options(**fields), cache_salt=b"", max_model_len=max_model_len, num_body_bytes=LONG_BODY_BYTES
+    )
     return prepared.prompts[0].token_ids
 
 
@@ -180,7 +190,9 @@ async def test_an_echo_is_the_text_as_given_or_that_of_the_tokens(
     text: TextPreparation, model_text: ModelText
 ) -> None:
     async def echo(prompt: Prompt, **fields: Any) -> str:
-        prepared = await text.prepare([prompt], options(echo=True, **fields), cache_salt=b"", max_model_len=64)
+        prepared = await text.prepare(
+            [prompt], options(echo=True, **fields), cache_salt=b"", max_model_len=64, num_body_bytes=200
+        )
         return prepared.prompts[0].echoed_text
 
     ids = tuple(model_text.tokenizer.encode("One two 😀", allow_special=False))
@@ -196,7 +208,11 @@ async def test_an_echo_is_the_text_as_given_or_that_of_the_tokens(
 
 async def test_bad_words_are_spelled_with_and_without_a_space(text: TextPreparation, model_text: ModelText) -> None:
     prepared = await text.prepare(
-        [TokenPrompt((5,))], options(bad_words=["cat", "big cat"]), cache_salt=b"", max_model_len=64
+        [TokenPrompt((5,))],
+        options(bad_words=["cat", "big cat"]),
+        cache_salt=b"",
+        max_model_len=64,
+        num_body_bytes=200,
     )
 
     spellings = ("cat", " cat", "big cat", " big cat")
@@ -242,7 +258,14 @@ async def test_megabytes_that_cannot_fit_are_refused_without_tokenizing(
 
     for prompt in (TextPrompt(words), ChatPrompt((ChatMessage("user", words),))):
         with pytest.raises(ContextLengthExceeded) as refused:
-            await text.prepare([prompt], options(), cache_salt=b"", max_model_len=8192, prompt_field="input")
+            await text.prepare(
+                [prompt],
+                options(),
+                cache_salt=b"",
+                max_model_len=8192,
+                num_body_bytes=len(words),
+                prompt_field="input",
+            )
         assert "at least 4938" in refused.value.message
         assert refused.value.param == "input"
 
@@ -250,9 +273,48 @@ async def test_megabytes_that_cannot_fit_are_refused_without_tokenizing(
 async def test_what_a_template_may_drop_is_tokenized_before_it_is_refused(text: TextPreparation) -> None:
     blank = ChatPrompt((ChatMessage("assistant", "a" * 700_000), ChatMessage("user", " " * 700_000)))
 
-    prepared = await text.prepare([blank], options(), cache_salt=b"", max_model_len=8192)
+    prepared = await text.prepare(
+        [blank], options(), cache_salt=b"", max_model_len=8192, num_body_bytes=LONG_BODY_BYTES
+    )
 
     assert len(prepared.prompts[0].token_ids) > 8192
+
+
+class ThreadOfText:
+    """Marks that remember which thread tokenized."""
+
+    def __init__(self) -> None:
+        self.ident = 0
+
+    def lap(self, segment: Segment) -> None:
+        if segment is Segment.TOKENIZE:
+            self.ident = threading.get_ident()
+
+
+@pytest.mark.parametrize(
+    ("num_body_bytes", "num_prompts", "fields", "is_at_once"),
+    [
+        (1_024, 1, {}, True),
+        (1_025, 1, {}, False),
+        (200, 2, {}, False),
+        (200, 1, {"structured_outputs": {"regex": "a+"}}, False),
+    ],
+)
+async def test_only_a_short_request_without_a_grammar_is_prepared_on_the_event_loop(
+    text: TextPreparation, num_body_bytes: int, num_prompts: int, fields: dict[str, Any], is_at_once: bool
+) -> None:
+    asked, marks = request(**fields), ThreadOfText()
+
+    await text.prepare(
+        asked.prompts * num_prompts,
+        asked.options,
+        cache_salt=b"",
+        max_model_len=8192,
+        num_body_bytes=num_body_bytes,
+        marks=marks,
+    )
+
+    assert (marks.ident == threading.get_ident()) is is_at_once
 
 
 async def test_long_requests_are_checked_in_a_thread_that_long_texts_do_not_hold(text: TextPreparation) -> None:
