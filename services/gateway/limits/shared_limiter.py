@@ -171,7 +171,10 @@ class SharedLimiter:
 
     def _decide_alone(self, ask: Ask) -> Reservation:
         self._metrics.limit_local_decisions.inc()
-        return self._reservation(ask, self._own.reserve(ask))
+        reservation = self._reservation(ask, self._own.reserve(ask))
+        # Redis hears of what is held now before it is asked again.
+        self._renew_soon()
+        return reservation
 
     def _reservation(self, ask: Ask, decision: Decision) -> Reservation:
         if decision.refused_by is not None:
@@ -196,16 +199,22 @@ class SharedLimiter:
         self._has_work.clear()
 
     async def _speak(self) -> None:
-        """Renew leases when it is time, hand over what was used, then ask: in this order."""
+        """Renew leases when it is time, hand over what was used, then ask: in this order, and once.
+
+        What comes meanwhile is for the next time: under load there is always something, and leases must not wait.
+        """
         if asyncio.get_running_loop().time() >= self._renew_at:
             await self._renew()
-        while self._settlements or self._questions:
-            settlements = self._take_settlements()
-            questions = [] if self._settlements else self._take_questions()
+        settlements = self._take_settlements()
+        questions = [] if self._settlements else self._take_questions()
+        if settlements or questions:
             replies = await self._exchange(settlements, questions)
             for question, reply in zip(questions, replies, strict=True):
                 _answer(question, decision_of(reply))
-        self._all_settled.set()
+        if self._settlements:
+            self._has_work.set()
+        else:
+            self._all_settled.set()
 
     async def _exchange(
         self, settlements: Sequence[_Settlement], questions: Sequence[_Question]
@@ -226,6 +235,8 @@ class SharedLimiter:
 
     async def _renew(self) -> None:
         """Give all holds a new lease, and put back those that Redis has lost."""
+        # Said first: what is let in while Redis is told may need the next renewal at once.
+        self._renew_at = asyncio.get_running_loop().time() + self._settings.lease_seconds / _RENEWALS_PER_LEASE
         by_tenant: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for ask in self._held.values():
             pair = (self._hold_id(ask), month_tokens_of(ask.limits, ask.num_tokens))
@@ -238,8 +249,10 @@ class SharedLimiter:
         replies = await self._shared.run(commands) if commands else []
         num_restored = sum(reply for reply in replies if isinstance(reply, int))
         self._metrics.limit_holds_restored.inc(num_restored)
-        loop = asyncio.get_running_loop()
-        self._renew_at = loop.time() + self._settings.lease_seconds / _RENEWALS_PER_LEASE
+
+    def _renew_soon(self) -> None:
+        self._renew_at = 0.0
+        self._has_work.set()
 
     # --- When Redis goes and comes.
 
@@ -251,15 +264,17 @@ class SharedLimiter:
             _answer(self._questions.popleft(), None)
 
     async def _regain(self) -> None:
-        """Try until Redis answers and knows everything again."""
+        """Try until Redis answers and knows everything again that happened before it did."""
         while True:
             await asyncio.sleep(self._settings.retry_seconds)
             with suppress(StoreUnavailable):
                 await self._shared.run(())
                 await self._renew()
-                await self._speak()
+                for _ in range(0, len(self._settlements), _MAX_SETTLEMENTS_AT_ONCE):
+                    await self._exchange(self._take_settlements(), ())
                 break
         self._is_away = False
+        self._renew_soon()
         log.info("limits are counted in Redis again")
 
     # --- What waits for Redis.

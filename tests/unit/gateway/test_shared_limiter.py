@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from libs.obs.metrics import GatewayMetrics
 from services.gateway.limits.limiter import Ask, Limiter, Reservation
 from services.gateway.limits.own_counts import LocalLimiter, OwnCounts
+from services.gateway.limits.redis_counts import Command, Reply
 from services.gateway.limits.shared_limiter import SharedLimiter, SharingSettings
 from services.gateway.tenant_limits import Limit, TenantLimits
 from tests.fakes.fake_limit_counts import FakeLimitCounts
@@ -201,6 +202,78 @@ async def test_leases_are_renewed_while_a_request_runs(redis: FakeLimitCounts, m
         await until(lambda: hold.lease_end_ms == first_end_ms + 299)
 
         assert count(metrics, "holds_restored") == 0
+
+
+@dataclass(slots=True)
+class _BusyCounts(FakeLimitCounts):
+    """Lets something else happen during each exchange."""
+
+    meanwhile: Callable[[], Awaitable[None]] | None = None
+
+    async def run(self, commands: Sequence[Command]) -> list[Reply]:
+        replies = await FakeLimitCounts.run(self, commands)
+        if commands and self.meanwhile is not None:
+            await self.meanwhile()
+        return replies
+
+
+def come_all_the_time(redis: _BusyCounts, limiter: SharedLimiter) -> None:
+    """Let a request come during each exchange, so that there always is something to say."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def come_and_go() -> None:
+        (await limiter.reserve(ask_of(ONE, tenant_id="busy"))).hold.close(1)
+
+    async def begin() -> None:
+        tasks.add(task := asyncio.create_task(come_and_go()))
+        task.add_done_callback(tasks.discard)
+        await asyncio.sleep(0)
+
+    redis.meanwhile = begin
+
+
+async def test_leases_are_renewed_while_there_is_always_something_to_say(metrics: GatewayMetrics) -> None:
+    redis = _BusyCounts()
+    async with running(redis, metrics) as limiter:
+        come_all_the_time(redis, limiter)
+        await limiter.reserve(ask_of(ONE))
+        (hold,) = redis.books["acme"].holds.values()
+        first_end_ms = hold.lease_end_ms
+        redis.now_ms += 299
+
+        await until(lambda: hold.lease_end_ms == first_end_ms + 299)
+
+
+async def test_redis_decides_again_though_there_is_always_something_to_say(metrics: GatewayMetrics) -> None:
+    redis = _BusyCounts()
+    async with running(redis, metrics) as limiter:
+        redis.is_away = True
+        (await limiter.reserve(ask_of(ONE))).hold.close(1)
+        come_all_the_time(redis, limiter)
+        redis.is_away = False
+
+        await until(lambda: len(redis.books["busy"].holds) > 0)
+
+
+async def test_who_is_let_in_while_redis_comes_back_is_known_before_it_decides(metrics: GatewayMetrics) -> None:
+    redis, alone = _BusyCounts(), list[Reservation]()
+    async with running(redis, metrics, replace(PROMPT, lease_seconds=300.0)) as limiter:
+        await limiter.reserve(ask_of(ONE, tenant_id="other"))
+        redis.is_away = True
+        (await limiter.reserve(ask_of(ONE))).hold.close(1)
+
+        async def let_in() -> None:
+            redis.meanwhile = None
+            alone.append(await limiter.reserve(ask_of(ONE)))
+
+        redis.meanwhile, redis.is_away = let_in, False
+        await until(lambda: len(alone) == 1)
+        num_local = count(metrics, "local_decisions")
+        await until(lambda: len(redis.books["acme"].holds) == 1)
+
+        assert is_served(alone[0])
+        assert not is_served(await limiter.reserve(ask_of(ONE)))
+        assert count(metrics, "local_decisions") == num_local
 
 
 @pytest.mark.parametrize("comes_before_the_return", [True, False])
