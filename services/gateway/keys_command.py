@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 _NO_LIMIT: Final = "none"
+# As long as the largest limit at most, because int() refuses thousands of digits with an error of its own.
+_NUMBER: Final = re.compile(r"[0-9]{1,16}")
 _LIMIT_HELP: Final = {
     Limit.PARALLEL_REQUESTS: "requests of the tenant at once",
     Limit.REQUESTS_PER_MINUTE: "requests of the tenant a minute",
@@ -147,7 +150,7 @@ def _limit_value(limit: Limit, text: str) -> int | None:
     if text == _NO_LIMIT:
         return None
     # Nothing else that int() takes, such as "1_000" or digits of other scripts; a wrong one is as 0 is.
-    return checked_limit(limit, int(text) if text.isascii() and text.isdigit() else 0)
+    return checked_limit(limit, int(text) if _NUMBER.fullmatch(text) else 0)
 
 
 def _read_secret() -> str:
