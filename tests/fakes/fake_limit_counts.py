@@ -52,9 +52,12 @@ class FakeLimitCounts:
             case "reserve":
                 return self._reserve(book, arguments)
             case "settle":
-                hold_id, num_used, *values = arguments
+                hold_id, num_used, waited_ms, *values = arguments
                 limits = _limits((Limit.TOKENS_PER_MINUTE, Limit.TOKENS_PER_MONTH), values)
-                return int(book.settle(limits, str(hold_id), int(num_used), now_ms=self.now_ms))
+                is_new = book.settle(
+                    limits, str(hold_id), int(num_used), now_ms=self.now_ms, waited_ms=int(waited_ms)
+                )
+                return int(is_new)
             case _:
                 lease_ms, *pairs = arguments
                 held = {str(hold_id): int(tokens) for hold_id, tokens in zip(pairs[::2], pairs[1::2], strict=True)}

@@ -51,11 +51,13 @@ def reserve_command(
     )
 
 
-def settle_command(tenant_id: str, limits: TenantLimits, hold_id: str, num_used: int) -> Command:
-    """End a hold."""
+def settle_command(
+    tenant_id: str, limits: TenantLimits, hold_id: str, num_used: int, *, waited_ms: int = 0
+) -> Command:
+    """End a hold of a request that has ended so long ago."""
     values = limits.by_limit
     tokens, budget = values.get(Limit.TOKENS_PER_MINUTE, ""), values.get(Limit.TOKENS_PER_MONTH, "")
-    return Command(tenant_id, ("settle", hold_id, num_used, tokens, budget))
+    return Command(tenant_id, ("settle", hold_id, num_used, waited_ms, tokens, budget))
 
 
 def renew_command(tenant_id: str, month_tokens_by_hold: Sequence[tuple[str, int]], *, lease_ms: int) -> Command:

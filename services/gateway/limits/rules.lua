@@ -182,9 +182,11 @@ function commands.reserve(id, lease_ms, num_tokens, ...)
   return { 1, 0, 0, num_held, request_debt, token_debt, used, held }
 end
 
--- ARGV: hold id, tokens used, tokens a minute and a month or empty. Returns 0 for what was settled before, else 1.
-function commands.settle(id, num_used, max_tokens, budget)
-  num_used, max_tokens, budget = tonumber(num_used), tonumber(max_tokens), tonumber(budget)
+-- ARGV: hold id, tokens used, for how many ms its request has ended, tokens a minute and a month or empty.
+-- Returns 0 for what was settled before, else 1.
+function commands.settle(id, num_used, waited_ms, max_tokens, budget)
+  num_used, waited_ms = tonumber(num_used), tonumber(waited_ms)
+  max_tokens, budget = tonumber(max_tokens), tonumber(budget)
   if is_settled(id) then
     return 0
   end
@@ -193,7 +195,11 @@ function commands.settle(id, num_used, max_tokens, budget)
   redis.call('ZADD', SETTLED, text(now + SETTLED_MS), id)
   redis.call('PEXPIRE', SETTLED, text(SETTLED_MS))
   if max_tokens then
-    owe(TOKENS, max_tokens, debt_of(TOKENS, max_tokens) + (num_used - num_bucket_tokens) * MINUTE_MS)
+    local change = (num_used - num_bucket_tokens) * MINUTE_MS
+    if change > 0 then
+      change = math.max(0, change - max_tokens * waited_ms)
+    end
+    owe(TOKENS, max_tokens, debt_of(TOKENS, max_tokens) + change)
   end
   if budget then
     redis.call('HSET', MONTH, 'start', text(month_start_ms(this_month)), 'used', text(month_used() + num_used))

@@ -122,10 +122,12 @@ class TenantBook:
             num_month_tokens = month_tokens_of(limits, num_tokens)
             self.holds[hold_id] = Hold(now_ms + lease_ms, num_bucket_tokens, num_month_tokens)
 
-    def settle(self, limits: TenantLimits, hold_id: str, num_used: int, *, now_ms: int) -> bool:
+    def settle(self, limits: TenantLimits, hold_id: str, num_used: int, *, now_ms: int, waited_ms: int = 0) -> bool:
         """End a hold: what it had not used flows back at once. False for one that was settled before.
 
         A hold that is not there, because its lease had ended or it was taken elsewhere, is counted all the same.
+        ``waited_ms`` is for how long the request has ended already: what its bucket had not given has flowed back
+        since then, or all that was used in an outage would be a debt after it.
         """
         if self._is_settled(hold_id, now_ms):
             return False
@@ -134,7 +136,10 @@ class TenantBook:
         if limits.tokens_per_minute is not None:
             num_taken = 0 if hold is None else hold.num_bucket_tokens
             debt = self._tokens.debt_at(now_ms, limits.tokens_per_minute)
-            self._tokens.owe(debt + (num_used - num_taken) * MINUTE_MS, now_ms)
+            change = (num_used - num_taken) * MINUTE_MS
+            if change > 0:
+                change = max(0, change - limits.tokens_per_minute * waited_ms)
+            self._tokens.owe(debt + change, now_ms)
         if limits.tokens_per_month is not None:
             self.month_used = self._month_used_at(now_ms) + num_used
             self._month_start_ms = month_start_ms(now_ms)

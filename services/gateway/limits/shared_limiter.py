@@ -79,6 +79,8 @@ class _Settlement:
 
     ask: Ask
     num_used: int
+    # On the event loop's clock, as the next.
+    ended_at: float
     first_tried_at: float | None = None
 
 
@@ -121,7 +123,7 @@ class SharedLimiter:
         """Take the end of a request that holds something; called by its hold."""
         if self._held.pop(ask.request_id, None) is not None:
             self._own.settle(ask, num_used)
-            self._hand_over(_Settlement(ask, num_used))
+            self._hand_over(ask, num_used)
 
     async def run(self) -> None:
         """Speak with Redis until cancelled."""
@@ -188,7 +190,7 @@ class SharedLimiter:
     def _give_back(self, ask: Ask) -> None:
         """Let go what Redis may hold, now or later, for a request that is not served."""
         if ask.limits.is_held:
-            self._hand_over(_Settlement(ask, 0))
+            self._hand_over(ask, 0)
 
     # --- What the one task does.
 
@@ -279,8 +281,8 @@ class SharedLimiter:
 
     # --- What waits for Redis.
 
-    def _hand_over(self, settlement: _Settlement) -> None:
-        self._settlements.append(settlement)
+    def _hand_over(self, ask: Ask, num_used: int) -> None:
+        self._settlements.append(_Settlement(ask, num_used, asyncio.get_running_loop().time()))
         if len(self._settlements) > self._settings.max_settlements:
             self._settlements.popleft()
             self._drop(1)
@@ -322,7 +324,10 @@ class SharedLimiter:
 
     def _settle_command(self, settlement: _Settlement) -> Command:
         ask = settlement.ask
-        return settle_command(ask.tenant_id, ask.limits, self._hold_id(ask), settlement.num_used)
+        waited_ms = round((asyncio.get_running_loop().time() - settlement.ended_at) * 1_000)
+        return settle_command(
+            ask.tenant_id, ask.limits, self._hold_id(ask), settlement.num_used, waited_ms=waited_ms
+        )
 
 
 class _SharedHold:

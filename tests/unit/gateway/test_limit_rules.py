@@ -151,6 +151,18 @@ def test_a_full_bucket_lets_any_request_in_and_pays_for_it_afterwards() -> None:
     assert refused.wait_ms == 250 * 600
 
 
+def test_what_was_used_while_nobody_could_be_told_has_flowed_back_when_it_is_told() -> None:
+    book, limits = TenantBook(), TenantLimits(tokens_per_minute=100)
+
+    # A minute's worth in each of ten minutes, up to half a minute ago, and nothing of it held here.
+    for minute in range(10):
+        waited_ms = minute * MINUTE_MS + MINUTE_MS // 2
+        book.settle(limits, f"r-{minute}", 100, now_ms=NOW, waited_ms=waited_ms)
+
+    assert reserve(book, limits, "next", 50).refused_by is None
+    assert reserve(book, limits, "more", 1).refused_by is Limit.TOKENS_PER_MINUTE
+
+
 def test_a_clock_that_is_set_back_neither_gives_nor_takes() -> None:
     book, limits = TenantBook(), TenantLimits(requests_per_minute=1)
     reserve(book, limits, "a")
@@ -223,13 +235,16 @@ class Step:
     limits: TenantLimits
     hold_ids: list[str]
     num_tokens: int
+    waited_ms: int = 0
 
     def command(self) -> Command:
         match self.name:
             case "reserve":
                 return reserve_command("acme", self.limits, self.hold_ids[0], self.num_tokens, lease_ms=LEASE_MS)
             case "settle":
-                return settle_command("acme", self.limits, self.hold_ids[0], self.num_tokens)
+                return settle_command(
+                    "acme", self.limits, self.hold_ids[0], self.num_tokens, waited_ms=self.waited_ms
+                )
             case _:
                 return renew_command("acme", list(self.month_tokens.items()), lease_ms=LEASE_MS)
 
@@ -244,7 +259,10 @@ class Step:
                     self.limits, self.hold_ids[0], self.num_tokens, now_ms=now_ms, lease_ms=LEASE_MS
                 )
             case "settle":
-                return int(book.settle(self.limits, self.hold_ids[0], self.num_tokens, now_ms=now_ms))
+                is_new = book.settle(
+                    self.limits, self.hold_ids[0], self.num_tokens, now_ms=now_ms, waited_ms=self.waited_ms
+                )
+                return int(is_new)
             case _:
                 return book.renew(self.month_tokens, now_ms=now_ms, lease_ms=LEASE_MS)
 
@@ -265,6 +283,7 @@ STEPS: Final = st.builds(
     limits=st.sampled_from(LIMITS),
     hold_ids=st.lists(HOLD_IDS, min_size=1, max_size=4, unique=True),
     num_tokens=st.integers(0, 250) | st.sampled_from([1_000_000, 10**9]),
+    waited_ms=st.sampled_from([0, 0, 1, 12_345, MINUTE_MS, 24 * 60 * MINUTE_MS]),
 )
 
 

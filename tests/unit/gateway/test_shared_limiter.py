@@ -15,6 +15,7 @@ from libs.obs.metrics import GatewayMetrics
 from services.gateway.limits.limiter import Ask, Limiter, Reservation
 from services.gateway.limits.own_counts import LocalLimiter, OwnCounts
 from services.gateway.limits.redis_counts import Command, Reply
+from services.gateway.limits.rules import MINUTE_MS
 from services.gateway.limits.shared_limiter import SharedLimiter, SharingSettings
 from services.gateway.tenant_limits import Limit, TenantLimits
 from tests.fakes.fake_limit_counts import FakeLimitCounts
@@ -176,6 +177,24 @@ async def test_when_redis_is_back_it_hears_of_everything_that_happened_without_i
         during[1].hold.close(5)
         await limiter.flush(PATIENCE_SECONDS)
         assert redis.books["acme"].month_used == 85
+
+
+async def test_what_was_used_without_redis_is_no_debt_when_it_has_flowed_back(
+    redis: FakeLimitCounts, metrics: GatewayMetrics
+) -> None:
+    # 100 tokens flow back in less than 1 ms.
+    limits = TenantLimits(tokens_per_minute=10**7)
+    async with running(redis, metrics) as limiter:
+        redis.is_away = True
+        for _ in range(20):
+            (await limiter.reserve(ask_of(limits))).hold.close(100)
+        await asyncio.sleep(0.01)
+        redis.is_away = False
+        await limiter.flush(PATIENCE_SECONDS)
+
+        standing = (await limiter.reserve(ask_of(limits))).decision.standing
+
+    assert standing.token_debt == 100 * MINUTE_MS
 
 
 async def test_holds_that_redis_has_lost_are_put_back_by_the_next_renewal(
