@@ -6,7 +6,7 @@
 --
 -- holds        sorted set: hold id (owner and request) by the end of its lease
 -- held_tokens  hash: hold id to "bucket month", the tokens that it holds, and "total" of all months' parts
--- requests, tokens   hash: a bucket's debt at a time; without it the bucket is full
+-- requests, tokens   hash: a bucket's debt at a time under a limit; without it the bucket is full
 -- month        hash: what was used since its start
 -- settled      sorted set: settled hold ids by the time until which they are known
 --
@@ -51,11 +51,15 @@ end
 local this_month = month_of(math.floor(now / MS_PER_DAY))
 
 local function debt_of(bucket, capacity)
-  local kept = redis.call('HMGET', bucket, 'debt', 'at')
+  local kept = redis.call('HMGET', bucket, 'debt', 'at', 'capacity')
   if not kept[1] then
     return 0
   end
-  return math.max(0, tonumber(kept[1]) - capacity * math.max(0, now - tonumber(kept[2])))
+  local debt = tonumber(kept[1])
+  if tonumber(kept[3]) ~= capacity then
+    debt = math.min(debt, capacity * MINUTE_MS)
+  end
+  return math.max(0, debt - capacity * math.max(0, now - tonumber(kept[2])))
 end
 
 local function owe(bucket, capacity, debt)
@@ -63,7 +67,7 @@ local function owe(bucket, capacity, debt)
     redis.call('DEL', bucket)
     return
   end
-  redis.call('HSET', bucket, 'debt', text(debt), 'at', text(now))
+  redis.call('HSET', bucket, 'debt', text(debt), 'at', text(now), 'capacity', text(capacity))
   redis.call('PEXPIRE', bucket, text(math.ceil(debt / capacity) + 1))
 end
 

@@ -52,14 +52,20 @@ class Bucket:
 
     debt: int = 0
     at_ms: int = 0
+    capacity: int = 0
 
     def debt_at(self, now_ms: int, capacity: int) -> int:
-        """Return the debt now; a clock that was set back gives nothing and takes nothing."""
-        return max(0, self.debt - capacity * max(0, now_ms - self.at_ms))
+        """Return the debt now; a clock that was set back gives nothing and takes nothing.
 
-    def owe(self, debt: int, now_ms: int) -> None:
+        Under another limit than before it is a minute's worth at most: what was within a large limit would be hours
+        of a small one.
+        """
+        debt = self.debt if capacity == self.capacity else min(self.debt, capacity * MINUTE_MS)
+        return max(0, debt - capacity * max(0, now_ms - self.at_ms))
+
+    def owe(self, debt: int, now_ms: int, capacity: int) -> None:
         """Take another debt from now on."""
-        self.debt, self.at_ms = max(0, debt), now_ms
+        self.debt, self.at_ms, self.capacity = max(0, debt), now_ms, capacity
 
 
 @dataclass(slots=True)
@@ -112,12 +118,12 @@ class TenantBook:
         """Take what a request may need, whatever that leads to: somebody else has let it in."""
         if limits.requests_per_minute is not None:
             debt = self._requests.debt_at(now_ms, limits.requests_per_minute)
-            self._requests.owe(debt + MINUTE_MS, now_ms)
+            self._requests.owe(debt + MINUTE_MS, now_ms, limits.requests_per_minute)
         num_bucket_tokens = 0
         if limits.tokens_per_minute is not None:
             num_bucket_tokens = min(num_tokens, limits.tokens_per_minute)
             debt = self._tokens.debt_at(now_ms, limits.tokens_per_minute)
-            self._tokens.owe(debt + num_bucket_tokens * MINUTE_MS, now_ms)
+            self._tokens.owe(debt + num_bucket_tokens * MINUTE_MS, now_ms, limits.tokens_per_minute)
         if limits.is_held:
             num_month_tokens = month_tokens_of(limits, num_tokens)
             self.holds[hold_id] = Hold(now_ms + lease_ms, num_bucket_tokens, num_month_tokens)
@@ -139,7 +145,7 @@ class TenantBook:
             change = (num_used - num_taken) * MINUTE_MS
             if change > 0:
                 change = max(0, change - limits.tokens_per_minute * waited_ms)
-            self._tokens.owe(debt + change, now_ms)
+            self._tokens.owe(debt + change, now_ms, limits.tokens_per_minute)
         if limits.tokens_per_month is not None:
             self.month_used = self._month_used_at(now_ms) + num_used
             self._month_start_ms = month_start_ms(now_ms)

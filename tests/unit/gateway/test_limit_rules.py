@@ -151,6 +151,16 @@ def test_a_full_bucket_lets_any_request_in_and_pays_for_it_afterwards() -> None:
     assert refused.wait_ms == 250 * 600
 
 
+def test_a_limit_that_is_lowered_is_a_minute_away_at_most() -> None:
+    book, before, after = TenantBook(), TenantLimits(tokens_per_minute=100_000), TenantLimits(tokens_per_minute=100)
+    reserve(book, before, "a", 50_000)
+
+    refused = reserve(book, after, "b", 100)
+
+    assert refused.wait_ms == MINUTE_MS
+    assert reserve(book, after, "b", 100, at=NOW + MINUTE_MS).refused_by is None
+
+
 def test_what_was_used_while_nobody_could_be_told_has_flowed_back_when_it_is_told() -> None:
     book, limits = TenantBook(), TenantLimits(tokens_per_minute=100)
 
