@@ -24,6 +24,7 @@ MINUTE_MS: Final = 60_000
 PARALLEL_WAIT_MS: Final = 1_000
 # For so long a hold that was settled is known, so that what is sent twice is counted once.
 SETTLED_MS: Final = 120_000
+_NEVER_MS: Final = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,10 @@ class TenantBook:
 
     def __init__(self) -> None:
         self.holds: dict[str, Hold] = {}
+        # What requests that run hold of the month: the sum over the holds.
+        self.month_held = 0
+        # No lease ends before: there are thousands of holds, and every request asks.
+        self._first_lease_end_ms = _NEVER_MS
         # In the month in which a hold was settled last.
         self.month_used = 0
         self._month_start_ms = 0
@@ -90,11 +95,6 @@ class TenantBook:
         # Until when a settled hold is known; and the same as a heap, the first to be forgotten on top.
         self._settled: dict[str, int] = {}
         self._settled_ends: list[tuple[int, str]] = []
-
-    @property
-    def month_held(self) -> int:
-        """What requests that run hold of the month."""
-        return sum(hold.num_month_tokens for hold in self.holds.values())
 
     def reserve(
         self, limits: TenantLimits, hold_id: str, num_tokens: int, *, now_ms: int, lease_ms: int
@@ -126,7 +126,7 @@ class TenantBook:
             self._tokens.owe(debt + num_bucket_tokens * MINUTE_MS, now_ms, limits.tokens_per_minute)
         if limits.is_held:
             num_month_tokens = month_tokens_of(limits, num_tokens)
-            self.holds[hold_id] = Hold(now_ms + lease_ms, num_bucket_tokens, num_month_tokens)
+            self._take_hold(hold_id, Hold(now_ms + lease_ms, num_bucket_tokens, num_month_tokens))
 
     def settle(self, limits: TenantLimits, hold_id: str, num_used: int, *, now_ms: int, waited_ms: int = 0) -> bool:
         """End a hold: what it had not used flows back at once. False for one that was settled before.
@@ -137,7 +137,7 @@ class TenantBook:
         """
         if self._is_settled(hold_id, now_ms):
             return False
-        hold = self.holds.pop(hold_id, None)
+        hold = self._let_go(hold_id)
         self._remember_settled(hold_id, now_ms)
         if limits.tokens_per_minute is not None:
             num_taken = 0 if hold is None else hold.num_bucket_tokens
@@ -159,8 +159,10 @@ class TenantBook:
                 continue
             if hold_id not in self.holds:
                 num_gone += 1
-                self.holds[hold_id] = Hold(0, 0, num_month_tokens)
-            self.holds[hold_id].lease_end_ms = now_ms + lease_ms
+                self._take_hold(hold_id, Hold(now_ms + lease_ms, 0, num_month_tokens))
+            else:
+                self.holds[hold_id].lease_end_ms = now_ms + lease_ms
+                self._first_lease_end_ms = min(self._first_lease_end_ms, now_ms + lease_ms)
         return num_gone
 
     def _waits(self, limits: TenantLimits, num_tokens: int, now_ms: int) -> dict[Limit, int]:
@@ -198,10 +200,24 @@ class TenantBook:
         )
 
     def _drop_ended(self, now_ms: int) -> None:
-        """Forget holds whose owner no longer renews them; they are as many as requests at once, at most."""
+        """Forget holds whose owner no longer renews them."""
+        if now_ms < self._first_lease_end_ms:
+            return
         ended = [hold_id for hold_id, hold in self.holds.items() if hold.lease_end_ms <= now_ms]
         for hold_id in ended:
-            del self.holds[hold_id]
+            self._let_go(hold_id)
+        self._first_lease_end_ms = min((hold.lease_end_ms for hold in self.holds.values()), default=_NEVER_MS)
+
+    def _take_hold(self, hold_id: str, hold: Hold) -> None:
+        self.holds[hold_id] = hold
+        self.month_held += hold.num_month_tokens
+        self._first_lease_end_ms = min(self._first_lease_end_ms, hold.lease_end_ms)
+
+    def _let_go(self, hold_id: str) -> Hold | None:
+        hold = self.holds.pop(hold_id, None)
+        if hold is not None:
+            self.month_held -= hold.num_month_tokens
+        return hold
 
     def _is_settled(self, hold_id: str, now_ms: int) -> bool:
         return self._settled.get(hold_id, now_ms) > now_ms
