@@ -29,8 +29,8 @@ def _message(ask: Ask, decision: Decision, limit: Limit, value: int) -> str:
     match limit:
         case Limit.PARALLEL_REQUESTS:
             return (
-                f"The limit of tenant {tenant} is {value} at once ({limit}), and {standing.num_held} "
-                "requests of it run; send this one again when one of them has ended."
+                f"The limit of tenant {tenant} is {value} at once ({limit}), and {standing.num_held} of "
+                "its requests run; send this one again when one of them has ended."
             )
         case Limit.REQUESTS_PER_MINUTE:
             return (

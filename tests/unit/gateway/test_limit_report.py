@@ -67,7 +67,7 @@ def test_who_may_be_served_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("limit", "wait_ms", "words", "retry_after"),
     [
-        (Limit.PARALLEL_REQUESTS, PARALLEL_WAIT_MS, ["3 at once", "3 requests of it run"], "1"),
+        (Limit.PARALLEL_REQUESTS, PARALLEL_WAIT_MS, ["3 at once", "3 of its requests run"], "1"),
         (Limit.REQUESTS_PER_MINUTE, 999, ["60 requests a minute", "try again in 0.999 s"], "1"),
         (Limit.TOKENS_PER_MINUTE, 42_001, ["1000 tokens a minute", "700 tokens", "lower the output limit"], "43"),
         (Limit.TOKENS_PER_MONTH, PARALLEL_WAIT_MS, ["4000 are used and 600 held", "one of those has ended"], "1"),
