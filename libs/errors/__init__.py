@@ -8,7 +8,8 @@
     │   ├── PayloadTooLarge             ├── UnsupportedMediaType  └── Unauthenticated
     ├── UnavailableError                not now; the same request may succeed later
     │   ├── Overloaded                  ├── NoEngineAvailable     ├── Draining
-    │   ├── EngineLost                  ├── WorkerLost            └── StoreUnavailable
+    │   ├── EngineLost                  ├── WorkerLost            ├── StoreUnavailable
+    │   ├── RateLimited                 └── BudgetExhausted
     ├── EndedFromOutside                the caller's time or interest ended
     │   ├── DeadlineExceeded            └── Cancelled
     └── FaultError                      a fault of ours
@@ -21,6 +22,7 @@ must not know gRPC, HTTP libraries or any tier: translation happens once at each
 
 from libs.errors.table import ERROR_TABLE, ErrorReason, ErrorSpec, spec_of
 from libs.errors.tree import (
+    BudgetExhausted,
     Cancelled,
     ClientError,
     ContextLengthExceeded,
@@ -41,6 +43,7 @@ from libs.errors.tree import (
     OctavoError,
     Overloaded,
     PayloadTooLarge,
+    RateLimited,
     RequestNeverFits,
     RouteNotFound,
     StoreUnavailable,
@@ -54,6 +57,7 @@ from libs.errors.tree import (
 
 __all__ = [
     "ERROR_TABLE",
+    "BudgetExhausted",
     "Cancelled",
     "ClientError",
     "ContextLengthExceeded",
@@ -76,6 +80,7 @@ __all__ = [
     "OctavoError",
     "Overloaded",
     "PayloadTooLarge",
+    "RateLimited",
     "RequestNeverFits",
     "RouteNotFound",
     "StoreUnavailable",

@@ -35,6 +35,8 @@ class ErrorReason(StrEnum):
     INTERNAL = "INTERNAL"
     DUPLICATE_REQUEST = "DUPLICATE_REQUEST"
     TEMPLATE_REFUSED = "TEMPLATE_REFUSED"
+    RATE_LIMITED = "RATE_LIMITED"
+    BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class ErrorSpec:
 
 
 _CLIENT, _SERVER = "invalid_request_error", "server_error"
+# OpenAI's clients know these by type and by code.
+_RATE, _QUOTA = "rate_limit_exceeded", "insufficient_quota"
 
 ERROR_TABLE: tuple[ErrorSpec, ...] = tuple(
     ErrorSpec(*row)
@@ -69,6 +73,8 @@ ERROR_TABLE: tuple[ErrorSpec, ...] = tuple(
         (tree.UnsupportedMediaType, ErrorReason.UNSUPPORTED_MEDIA_TYPE, "INVALID_ARGUMENT", 415, _CLIENT, "unsupported_media_type", False),
         (tree.Unauthenticated, ErrorReason.UNAUTHENTICATED, "UNAUTHENTICATED", 401, _CLIENT, "invalid_api_key", False),
         (tree.Overloaded, ErrorReason.OVERLOADED, "RESOURCE_EXHAUSTED", 503, _SERVER, "overloaded", True),
+        (tree.RateLimited, ErrorReason.RATE_LIMITED, "RESOURCE_EXHAUSTED", 429, _RATE, _RATE, True),
+        (tree.BudgetExhausted, ErrorReason.BUDGET_EXHAUSTED, "RESOURCE_EXHAUSTED", 429, _QUOTA, _QUOTA, True),
         (tree.NoEngineAvailable, ErrorReason.NO_ENGINE_AVAILABLE, "UNAVAILABLE", 503, _SERVER, "no_engine_available", True),
         (tree.Draining, ErrorReason.DRAINING, "UNAVAILABLE", 503, _SERVER, "draining", True),
         (tree.EngineLost, ErrorReason.ENGINE_LOST, "UNAVAILABLE", 502, _SERVER, "engine_lost", True),

@@ -101,6 +101,14 @@ class Overloaded(UnavailableError):
     """A queue is full."""
 
 
+class RateLimited(UnavailableError):
+    """The tenant uses as much at once, or in a minute, as it may."""
+
+
+class BudgetExhausted(UnavailableError):
+    """What is left of the tenant's budget is too little for the request."""
+
+
 class NoEngineAvailable(UnavailableError):
     """No engine can take the request now."""
 

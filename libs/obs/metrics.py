@@ -159,6 +159,32 @@ class GatewayMetrics:
             "Audit records lost because the spool was full.",
             registry=registry,
         )
+        self.limit_refusals = Counter(
+            "octavo_gateway_limit_refusals",
+            "Requests refused with 429, by the limit of their tenant.",
+            ["limit"],
+            registry=registry,
+        )
+        self.limit_local_decisions = Counter(
+            "octavo_gateway_limit_local_decisions",
+            "Requests of tenants with limits decided by this gateway's own counts because Redis did not answer.",
+            registry=registry,
+        )
+        self.limit_store_losses = Counter(
+            "octavo_gateway_limit_store_losses",
+            "Times that Redis was lost for the limits of tenants: it was away, failed or took too long.",
+            registry=registry,
+        )
+        self.limit_holds_restored = Counter(
+            "octavo_gateway_limit_holds_restored",
+            "Holds of running requests that were gone from Redis and were put back.",
+            registry=registry,
+        )
+        self.limit_settlements_dropped = Counter(
+            "octavo_gateway_limit_settlements_dropped",
+            "Ended requests whose use was never counted in Redis.",
+            registry=registry,
+        )
         self.orphans_closed = Counter(
             "octavo_gateway_orphans_closed",
             "Requests of an earlier gateway process that were closed as gateway_lost.",

@@ -11,12 +11,14 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from libs.errors import (
+    BudgetExhausted,
     Cancelled,
     DeadlineExceeded,
     ErrorReason,
     InternalError,
     OctavoError,
     Overloaded,
+    RateLimited,
     spec_of,
 )
 from libs.errors.table import BY_REASON
@@ -26,7 +28,7 @@ ERROR_DOMAIN = "octavo"
 
 
 def status_from_error(error: OctavoError, *, request_id: str | None = None) -> status_pb2.Status:
-    """Build a Status with one ErrorInfo and, where useful, RetryInfo, BadRequest and RequestInfo."""
+    """Build a Status with one ErrorInfo and, where useful, RetryInfo, BadRequest, QuotaFailure and RequestInfo."""
     spec = spec_of(error)
     status = status_pb2.Status(code=grpc.StatusCode[spec.grpc_code].value[0], message=error.message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=spec.reason.value, domain=ERROR_DOMAIN))
@@ -36,6 +38,9 @@ def status_from_error(error: OctavoError, *, request_id: str | None = None) -> s
     if error.param is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=error.message)
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, RateLimited | BudgetExhausted):
+        excess = error_details_pb2.QuotaFailure.Violation(subject="tenant", description=error.message)
+        status.details.add().Pack(error_details_pb2.QuotaFailure(violations=[excess]))
     if request_id is not None:
         status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
     return status

@@ -76,6 +76,13 @@ class RequestAccount:
         """Whether a first token, or an end without one, was on its way to the client."""
         return self._first_token_time is not None
 
+    @property
+    def num_billed_tokens(self) -> int:
+        """Prompt and completion as ``usage`` and the audit tell them; none if all that came of it is an error."""
+        if self._end is not None and self._end.error is not None and not self.has_delivered:
+            return 0
+        return self.num_prompt_tokens + self.num_completion_tokens
+
     def accept(self) -> None:
         """Report the request before it is placed."""
         self._ledger.audit.accepted(

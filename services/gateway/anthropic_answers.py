@@ -23,6 +23,7 @@ _ERROR_TYPES: Final = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

@@ -1,4 +1,4 @@
-"""The table of API keys: whose they are and which models their tenants may use.
+"""The table of API keys: whose they are, which models their tenants may use, and how much.
 
 Owns the table, its document and how a key is made and recognized. It must not know where the document is kept.
 
@@ -21,6 +21,7 @@ from typing import Annotated, Final
 import msgspec
 
 from libs.config import ConfigError
+from services.gateway.tenant_limits import MAX_BY_LIMIT, NO_LIMITS, Limit, TenantLimits
 
 MAX_KEYS: Final = 100_000
 MAX_MODELS_OF_TENANT: Final = 1024
@@ -53,10 +54,11 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeyTable:
-    """All keys, and for tenants that may not use every model the names that they may."""
+    """All keys; the names of models for tenants that may not use every one, and limits for those that have some."""
 
     keys: tuple[ApiKey, ...] = ()
     models_by_tenant: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    limits_by_tenant: Mapping[str, TenantLimits] = field(default_factory=dict)
 
     def with_key(self, key: ApiKey, models: Sequence[str] | None) -> KeyTable:
         """Return the table with one more key; ``models``, where given, is the tenant's list from now on.
@@ -68,15 +70,24 @@ class KeyTable:
             raise ConfigError("This key is in the table already.")
         if len(self.keys) >= MAX_KEYS:
             raise ConfigError(f"The table holds {MAX_KEYS} keys, which is the most; revoke some first.")
-        models_by_tenant = dict(self.models_by_tenant)
-        if models is not None:
-            models_by_tenant.pop(key.tenant_id, None)
-            if ALL_MODELS not in models:
-                models_by_tenant[key.tenant_id] = frozenset(models)
-        return KeyTable((*self.keys, key), models_by_tenant)
+        table = replace(self, keys=(*self.keys, key))
+        return table if models is None else table.with_models(key.tenant_id, models)
+
+    def with_models(self, tenant_id: str, models: Sequence[str]) -> KeyTable:
+        """Return the table with another list of models for a tenant; ``*`` in it stands for all."""
+        others = {tenant: names for tenant, names in self.models_by_tenant.items() if tenant != tenant_id}
+        own = {} if ALL_MODELS in models else {tenant_id: frozenset(models)}
+        return replace(self, models_by_tenant=others | own)
+
+    def with_limits(self, tenant_id: str, changes: Mapping[Limit, int | None]) -> KeyTable:
+        """Return the table with these limits of a tenant changed; None takes one away."""
+        others = {tenant: limits for tenant, limits in self.limits_by_tenant.items() if tenant != tenant_id}
+        limits = self.limits_of(tenant_id).changed(changes)
+        own = {tenant_id: limits} if limits.is_limited else {}
+        return replace(self, limits_by_tenant=others | own)
 
     def without_key(self, key_id: str) -> KeyTable:
-        """Return the table without a key. A tenant's list of models stays, for the keys that it may get later.
+        """Return the table without a key. What is said of its tenant stays, for the keys that it may get later.
 
         Raises:
             ConfigError: there is no such key.
@@ -89,6 +100,15 @@ class KeyTable:
     def models_of(self, tenant_id: str) -> frozenset[str] | None:
         """Return the names of the models that a tenant may use; None for all."""
         return self.models_by_tenant.get(tenant_id)
+
+    def limits_of(self, tenant_id: str) -> TenantLimits:
+        """Return a tenant's limits."""
+        return self.limits_by_tenant.get(tenant_id, NO_LIMITS)
+
+    def check_tenant(self, tenant_id: str) -> None:
+        """Refuse a tenant without a key, which is as a rule a name with a slip in it; raises ConfigError."""
+        if not any(key.tenant_id == tenant_id for key in self.keys):
+            raise ConfigError(f"The tenant {tenant_id!r} has no key; `octavo keys list` shows who has.")
 
 
 class KeyIndex:
@@ -147,8 +167,21 @@ class _KeyRow(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     created_time: int
 
 
-class _TenantRow(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    models: Annotated[list[str], msgspec.Meta(max_length=MAX_MODELS_OF_TENANT)]
+_LimitValue = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _LimitsRow(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
+    max_parallel_requests: _LimitValue | None = None
+    requests_per_minute: _LimitValue | None = None
+    tokens_per_minute: _LimitValue | None = None
+    tokens_per_month: _LimitValue | None = None
+
+
+# An Octavo from before there were limits refuses a row that has them, and one without models: what it would not
+# enforce it does not read. So the format is the same.
+class _TenantRow(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
+    models: Annotated[list[str], msgspec.Meta(max_length=MAX_MODELS_OF_TENANT)] | None = None
+    limits: _LimitsRow | None = None
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -159,10 +192,11 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 def write_table(table: KeyTable) -> bytes:
     """Return the document of a table: JSON that a person can read."""
+    tenants = table.models_by_tenant.keys() | table.limits_by_tenant.keys()
     document = _Document(
         format=_FORMAT,
         keys=[_KeyRow(key.key_id, key.digest.hex(), key.tenant_id, key.created_time) for key in table.keys],
-        tenants={tenant: _TenantRow(sorted(models)) for tenant, models in sorted(table.models_by_tenant.items())},
+        tenants={tenant: _row_of(table, tenant) for tenant in sorted(tenants)},
     )
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
@@ -191,5 +225,33 @@ def read_table(document: bytes | str, where: str) -> KeyTable:
         raise ConfigError(f"{where} holds a key twice.")
     return KeyTable(
         tuple(ApiKey(row.key_id, bytes.fromhex(row.sha256), row.tenant_id, row.created_time) for row in found.keys),
-        {tenant: frozenset(row.models) for tenant, row in found.tenants.items()},
+        {tenant: frozenset(row.models) for tenant, row in found.tenants.items() if row.models is not None},
+        {tenant: _limits_of(tenant, row.limits) for tenant, row in found.tenants.items() if row.limits is not None},
     )
+
+
+def checked_limit(limit: Limit, value: int) -> int:
+    """Return the value of a limit; raises ConfigError for one that cannot be kept."""
+    if not 1 <= value <= MAX_BY_LIMIT[limit]:
+        raise ConfigError(f"{limit} must be between 1 and {MAX_BY_LIMIT[limit]}, or 'none' for no limit.")
+    return value
+
+
+def _row_of(table: KeyTable, tenant_id: str) -> _TenantRow:
+    models, limits = table.models_of(tenant_id), table.limits_of(tenant_id)
+    return _TenantRow(
+        None if models is None else sorted(models),
+        _LimitsRow(**{limit.value: value for limit, value in limits.by_limit.items()})
+        if limits.is_limited
+        else None,
+    )
+
+
+def _limits_of(tenant_id: str, row: _LimitsRow) -> TenantLimits:
+    limits = TenantLimits(**msgspec.structs.asdict(row))
+    for limit, value in limits.by_limit.items():
+        try:
+            checked_limit(limit, value)
+        except ConfigError as error:
+            raise ConfigError(f"The tenant {tenant_id!r}: {error}") from None
+    return limits

@@ -88,6 +88,7 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
     )
     app.on_response_prepare.append(_add_request_ids)
     app.on_response_prepare.append(_add_server_timing)
+    app.on_response_prepare.append(_add_limits)
     app.add_routes(
         [
             web.post("/v1/chat/completions", routes.chat_completions, expect_handler=_go_on),
@@ -250,6 +251,13 @@ async def _add_server_timing(request: web.Request, response: web.StreamResponse)
     times = request.get(_TIMES)
     if times is not None and times.is_wanted and (value := times.server_timing()):
         response.headers[_SERVER_TIMING_HEADER] = value
+
+
+async def _add_limits(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell where the tenant stands, if the request was counted against its limits."""
+    caller = request.get(_CALLER)
+    if caller is not None:
+        response.headers.update(caller.limit_report.headers)
 
 
 def _times_of(request: web.Request) -> RequestTimes:

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from libs.errors import OctavoError
 from services.gateway.identity import Tenant
+from services.gateway.limits.report import LimitReport
 from services.gateway.request_times import RequestTimes
 
 # What the wire wants at the end, such as an HTTP response; None where everything was written on the way.
@@ -32,6 +33,7 @@ class Caller:
     client_request_id: str | None = None
     traceparent: str | None = None
     times: RequestTimes = field(default_factory=RequestTimes)
+    limit_report: LimitReport = field(default_factory=LimitReport)
 
 
 @dataclass(frozen=True, slots=True)

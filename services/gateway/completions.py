@@ -1,4 +1,4 @@
-"""The requests that generate: parse, admit, spool, prepare, place, submit, answer, account.
+"""The requests that generate: parse, admit, spool, prepare, limit, place, submit, answer, account.
 
 Owns the order of these and which end is written down. It must not know how any of them is done, nor the dialect in
 which a request is asked and answered.
@@ -25,6 +25,8 @@ from services.gateway.generation import SamplingParams, Submission
 from services.gateway.generation_options import GenerationOptions, check_total_logprobs
 from services.gateway.http_errors import internal_error, known_error
 from services.gateway.latency_receipt import Segment
+from services.gateway.limits.limiter import NO_HOLD, Ask, Hold, Limiter
+from services.gateway.limits.refusals import refusal_of
 from services.gateway.model_access import check_access
 from services.gateway.openai_schema import ModelFacts, read_head
 from services.gateway.output_text import ChoiceOutput, new_output
@@ -59,6 +61,8 @@ class _Exchange:
     deadline: float
     trace: RequestTrace
     generations: list[Generation] = field(default_factory=list)
+    # What it holds of its tenant's limits.
+    hold: Hold = NO_HOLD
     # Set when any generation has something to take.
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -72,6 +76,7 @@ class Completions:
         model: ModelFacts,
         text: TextPreparation,
         admission: Admission,
+        limiter: Limiter,
         generations: Generations,
         ledger: Ledger,
         settings: CompletionSettings,
@@ -84,6 +89,7 @@ class Completions:
         self._model = model
         self._text = text
         self._admission = admission
+        self._limiter = limiter
         self._generations = generations
         self._ledger = ledger
         self._settings = settings
@@ -119,6 +125,8 @@ class Completions:
             _forget_origin(error)
             return await _fail(exchange, writer, internal_error(caller.request_id))
         finally:
+            # Before the client can have read the end of its answer, and so before it can ask again.
+            exchange.hold.close(_num_billed_tokens(exchange))
             for account, generation in itertools.zip_longest(exchange.accounts, exchange.generations):
                 self._close(account, generation)
             exchange.trace.end(exchange.accounts)
@@ -165,6 +173,7 @@ class Completions:
         for account, prompt in zip(exchange.accounts, text.prompts, strict=True):
             account.num_prompt_tokens = len(prompt.token_ids)
         limits = self._output_limits(endpoint, request.options, text.prompts, max_model_len)
+        await self._take_hold(exchange, request.options, max_output_tokens=sum(limits))
         for account, prompt, limit in zip(exchange.accounts, text.prompts, limits, strict=True):
             params = self._sampling_params(request.options, limit, text)
             exchange.generations.append(self._new_generation(exchange, account, request.options, prompt, params))
@@ -202,6 +211,27 @@ class Completions:
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         check_total_logprobs(options, num_prompt_tokens=num_prompt_tokens, max_output_tokens=sum(limits))
         return limits
+
+    async def _take_hold(self, exchange: _Exchange, options: GenerationOptions, *, max_output_tokens: int) -> None:
+        """Take what the request may need of its tenant's limits; raises RateLimited or BudgetExhausted."""
+        caller = exchange.caller
+        limits = caller.tenant.limits
+        if not limits.is_limited:
+            return
+        num_prompt_tokens = sum(account.num_prompt_tokens for account in exchange.accounts)
+        ask = Ask(
+            tenant_id=caller.tenant.tenant_id,
+            limits=limits,
+            request_id=caller.request_id,
+            num_tokens=num_prompt_tokens + max_output_tokens * options.num_choices,
+        )
+        caller.times.skip()
+        reservation = await self._limiter.reserve(ask)
+        caller.times.lap(Segment.LIMITS)
+        exchange.hold = reservation.hold
+        caller.limit_report.tell(limits, reservation.decision.standing)
+        if (refusal := refusal_of(ask, reservation.decision)) is not None:
+            raise refusal
 
     def _new_generation(
         self,
@@ -343,6 +373,12 @@ async def _fail(exchange: _Exchange, writer: AnswerWriter[Answered], error: Octa
     if writer.is_open:
         return await writer.fail(error)
     raise error
+
+
+def _num_billed_tokens(exchange: _Exchange) -> int:
+    """Return what counts against the tenant's limits: nothing of a prompt that came to no engine."""
+    served = zip(exchange.accounts, exchange.generations, strict=False)
+    return sum(account.num_billed_tokens for account, generation in served if generation.engine_id)
 
 
 def _tell_untold_receipt(caller: Caller) -> None:

@@ -26,10 +26,14 @@ _POSITIVE = (
     "sse_heartbeat_seconds",
     "abort_settle_seconds",
     "receipt_stall_seconds",
+    "limit_lease_seconds",
+    "limit_timeout_seconds",
     "audit_flush_seconds",
     "audit_spool_max_bytes",
 )
 _MAX_PROCESSES = 64
+# A lease must be renewed in time although a call failed.
+_MIN_CALLS_PER_LEASE = 10
 _NOT_NEGATIVE = ("port", "grpc_port", "max_placement_retries", "drain_timeout_seconds", "audit_shutdown_seconds")
 
 
@@ -88,6 +92,13 @@ class GatewayConfig:
     )
     cache_salt_secret: str | None = setting(
         None, "Secret that tenants' cache salts derive from; unset keeps one in data_dir. Equal on all gateways."
+    )
+
+    limit_lease_seconds: float = setting(
+        30.0, "Time after which what a killed gateway held of its tenants' limits is free again.", unit="seconds"
+    )
+    limit_timeout_seconds: float = setting(
+        0.1, "Time for Redis to decide about a tenant's limits, before the gateway does so alone.", unit="seconds"
     )
 
     shared_prompt_files: tuple[str, ...] = setting(
@@ -159,6 +170,8 @@ class GatewayConfig:
                 raise ValueError(f"{name} must be {AUTO}, {NONE} or one of {', '.join(known)}.")
         if not 1 <= self.gateway_processes <= _MAX_PROCESSES:
             raise ValueError(f"gateway_processes must be between 1 and {_MAX_PROCESSES}.")
+        if self.limit_lease_seconds < _MIN_CALLS_PER_LEASE * self.limit_timeout_seconds:
+            raise ValueError(f"limit_lease_seconds must be at least {_MIN_CALLS_PER_LEASE} limit_timeout_seconds.")
         if not 0 <= self.trace_sample_fraction <= 1:
             raise ValueError("trace_sample_fraction must be in [0, 1].")
         for name in ("port", "grpc_port"):

@@ -16,6 +16,7 @@ from typing import Final
 from libs.config import ConfigError
 from libs.errors import StoreUnavailable, Unauthenticated
 from services.gateway.api_keys import KeyIndex, KeyTable
+from services.gateway.tenant_limits import NO_LIMITS, TenantLimits
 
 DEFAULT_TENANT_ID: Final = "default"
 _MIN_SECRET_CHARACTERS: Final = 16
@@ -32,6 +33,7 @@ class Tenant:
     cache_salt: bytes
     # Names of the models that the tenant may use; None for all.
     allowed_models: frozenset[str] | None = None
+    limits: TenantLimits = NO_LIMITS
 
 
 class Authenticator:
@@ -48,7 +50,9 @@ class Authenticator:
         """Take these keys from now on and no others."""
         tenant_ids = {key.tenant_id for key in table.keys}
         self._tenants = {
-            tenant_id: Tenant(tenant_id, self._salt(tenant_id), table.models_of(tenant_id))
+            tenant_id: Tenant(
+                tenant_id, self._salt(tenant_id), table.models_of(tenant_id), table.limits_of(tenant_id)
+            )
             for tenant_id in tenant_ids
         }
         self._index = KeyIndex(table)

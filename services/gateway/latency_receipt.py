@@ -32,6 +32,8 @@ class Segment(StrEnum):
     TEMPLATE = "template"
     TOKENIZE = "tokenize"
     HASH = "hash"
+    # The tenant's limits are asked for room.
+    LIMITS = "limits"
     # From asking for a place until one is given, the way to the router and back included.
     ROUTER_QUEUE = "router_queue"
     # Tries on engines that failed, and finding another place.

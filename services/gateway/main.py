@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import random
+import secrets
 import sys
 import time
 import uuid
@@ -44,6 +45,10 @@ from services.gateway.http_server import HttpServer
 from services.gateway.identity import Authenticator, cache_salt_secret
 from services.gateway.inference.servicer import InferenceServicer, make_inference_server
 from services.gateway.key_stores import KeyFile, KeysInRedis, KeyStore, KeyWatch
+from services.gateway.limits.limiter import Limiter
+from services.gateway.limits.own_counts import LocalLimiter, OwnCounts
+from services.gateway.limits.redis_counts import RedisCounts, make_limits_redis
+from services.gateway.limits.shared_limiter import SharedLimiter, SharingSettings
 from services.gateway.model_formats.model_format import ModelFormat
 from services.gateway.models import Models
 from services.gateway.openai_schema import ModelFacts
@@ -69,6 +74,8 @@ _LAST_REQUESTS_SECONDS = 0.5
 # Time between two looks of other processes at what this one has counted.
 _SHARE_METRICS_SECONDS = 0.5
 _CLOSE_CALLS_SECONDS = 0.5
+_LAST_SETTLEMENTS_SECONDS = 1.0
+_OWNER_NONCE_BYTES = 4
 # How long one thread keeps the interpreter from another that waits for it. On its way a text that goes to a thread
 # waits for it three times, so beside a busy event loop 0.1 ms of text take 6 ms with Python's 5 ms and 1.8 ms with
 # this. With a fifth of it text takes a third, but 2,000 streams took 3 to 5 % more processor time.
@@ -116,6 +123,7 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
                 # Requests wait for the keys where these cannot be had yet; everything else need not.
                 await keys.refresh()
         background = [tasks.create_task(foundation.audit.run()), tasks.create_task(foundation.directory.run())]
+        background.append(tasks.create_task(foundation.limiter.run()))
         if foundation.router is not None:
             background.append(tasks.create_task(foundation.router.run()))
         if keys is not None:
@@ -147,6 +155,7 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
 
         await grpc_server.set_serving(False)
         await _drain(config, foundation)
+        await foundation.limiter.flush(_LAST_SETTLEMENTS_SECONDS)
         await foundation.audit.flush(config.audit_shutdown_seconds)
         streams.close()
         for task in background:
@@ -163,6 +172,7 @@ class _Foundation:
     text: TextPreparation
     model: ModelFacts
     admission: Admission
+    limiter: Limiter
     directory: EngineDirectory
     router: RouterPlacements | None
     audit: Audit
@@ -207,6 +217,7 @@ def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation
         text=text,
         model=model,
         admission=Admission(max_requests=config.max_concurrent_requests),
+        limiter=_make_limiter(config, metrics, stack),
         directory=_make_directory(config, model, text.hash_contract, stack),
         router=_make_router(config),
         audit=audit,
@@ -261,6 +272,24 @@ def _make_key_watch(config: GatewayConfig, authenticator: Authenticator, stack: 
     else:
         return None
     return KeyWatch(store, authenticator, poll_seconds=config.api_keys_poll_seconds)
+
+
+def _make_limiter(config: GatewayConfig, metrics: GatewayMetrics, stack: AsyncExitStack) -> Limiter:
+    start_ns = time.time_ns() - time.monotonic_ns()
+    # A clock that is nowhere set back, which the one on the wall may be.
+    counts = OwnCounts(now_ms=lambda: (start_ns + time.monotonic_ns()) // 1_000_000)
+    if config.redis_url is None:
+        if config.is_of_group and config.asks_for_keys:
+            log.warning("without redis_url each process counts the limits of tenants alone")
+        return LocalLimiter(counts, metrics)
+    redis = make_limits_redis(config.redis_url, config.limit_timeout_seconds)
+    stack.push_async_callback(redis.aclose)
+    settings = SharingSettings(
+        owner=f"{config.gateway_id}:{secrets.token_hex(_OWNER_NONCE_BYTES)}",
+        lease_seconds=config.limit_lease_seconds,
+        timeout_seconds=config.limit_timeout_seconds,
+    )
+    return SharedLimiter(RedisCounts(redis, config.limit_timeout_seconds), counts, settings, metrics)
 
 
 def _make_audit(config: GatewayConfig, data_dir: Path, metrics: GatewayMetrics, stack: AsyncExitStack) -> Audit:
@@ -333,6 +362,7 @@ def _make_parts(
         model=foundation.model,
         text=foundation.text,
         admission=foundation.admission,
+        limiter=foundation.limiter,
         generations=Generations(placements, streams, failover),
         ledger=foundation.ledger,
         settings=CompletionSettings(

@@ -35,7 +35,6 @@ _TEXT: Final = "text/plain"
 _DONE: Final = "[DONE]"
 _SECURITY: Final[list[dict[str, list[str]]]] = [{"bearer": []}, {"header": []}]
 _REFERENCES: Final = "#/components/schemas/{name}"
-_RETRY_STATUSES: Final = frozenset({503})
 # The codes of the errors by their status.
 _STATUSES: Final = {
     status: [spec.http_code or "no code" for spec in ERROR_TABLE if spec.http_status == status]
@@ -164,6 +163,17 @@ def _describe(operation: _Operation, names: Sequence[str]) -> dict[str, Any]:
 
 _NO_BRACES: Final = str.maketrans("", "", "{}")
 _ID: Final = {"schema": {"type": "string"}}
+_COUNT: Final = {"schema": {"type": "integer", "minimum": 0}}
+# On answers to requests that were counted against limits of these kinds.
+_LIMIT_HEADERS: Final = {
+    f"X-Ratelimit-{name}-{unit.title()}": schema | {"description": description.format(unit=unit)}
+    for unit in ("requests", "tokens")
+    for name, schema, description in (
+        ("Limit", _COUNT, "How many {unit} a minute the tenant may have."),
+        ("Remaining", _COUNT, "How many {unit} it could have now."),
+        ("Reset", _ID, "Until it could have all {unit} of a minute, such as 0s, 17ms or 1m0s."),
+    )
+}
 _HEADERS: Final = {
     "X-Request-Id": _ID | {"description": "The client's id of the request if it sent one, else the server's."},
     "X-Octavo-Request-Id": _ID | {"description": "The request's id in logs and in the audit."},
@@ -171,7 +181,9 @@ _HEADERS: Final = {
         "description": "When to come back.",
         "schema": {"type": "integer", "minimum": 1},
     },
+    **_LIMIT_HEADERS,
 }
+_MORE_HEADERS: Final[Mapping[int, Sequence[str]]] = {429: ("Retry-After", *_LIMIT_HEADERS), 503: ("Retry-After",)}
 
 
 def _answer(operation: _Operation) -> dict[str, Any]:
@@ -179,7 +191,9 @@ def _answer(operation: _Operation) -> dict[str, Any]:
     content = {operation.answer_type: {"schema": whole if operation.answer_type == _JSON else {"type": "string"}}}
     if operation.event is not None:
         content[_EVENTS] = {"schema": _event(operation.event, operation.error)}
-    return {"description": "The answer.", "headers": _headers(), "content": content}
+    # What can be a stream is generated, and so counted.
+    more = () if operation.event is None else _LIMIT_HEADERS
+    return {"description": "The answer.", "headers": _headers(*more), "content": content}
 
 
 def _event(data: str, error: str) -> JsonSchema:
@@ -208,7 +222,7 @@ def _failures(error: str) -> dict[str, Any]:
     return {
         f"{error}{status}": {
             "description": f"An error: {', '.join(codes)}.",
-            "headers": _headers(*(["Retry-After"] if status in _RETRY_STATUSES else [])),
+            "headers": _headers(*_MORE_HEADERS.get(status, ())),
             "content": {_JSON: {"schema": _reference(error)}},
         }
         for status, codes in sorted(_STATUSES.items())

@@ -30,6 +30,7 @@ _INTERVALS: Final = (
     Segment.TEMPLATE,
     Segment.TOKENIZE,
     Segment.HASH,
+    Segment.LIMITS,
 )
 
 

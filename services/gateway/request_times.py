@@ -30,6 +30,7 @@ from services.gateway.latency_receipt import (
 # Stalls that a receipt shows, of all choices and of the gateway itself.
 MAX_SHOWN_STALLS: Final = 32
 _ABSENT: Final[Mapping[Segment, str]] = {Segment.GUARDRAIL: "no guardrail is configured"}
+_UNLIMITED: Final = "the tenant has no limits"
 _WHOLE: Final = "the answer is not streamed"
 
 
@@ -112,12 +113,15 @@ class RequestTimes:
     def receipt(self) -> LatencyReceipt:
         """Return the receipt of the time until now."""
         now_ns = time.monotonic_ns()
+        segments_ns = self._segments(now_ns)
         absent = dict(_ABSENT)
+        if Segment.LIMITS not in segments_ns:
+            absent[Segment.LIMITS] = _UNLIMITED
         if not self.is_streamed:
             absent[Segment.FIRST_TOKEN] = absent[Segment.WRITE_BLOCKED] = _WHOLE
         return LatencyReceipt(
             wall_ns=now_ns - self.start_ns,
-            segments_ns=self._segments(now_ns),
+            segments_ns=segments_ns,
             absent=absent,
             num_retries=sum(generation.num_retries for generation in self._generations),
             choices=self._choices(),

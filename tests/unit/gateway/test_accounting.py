@@ -137,6 +137,21 @@ def test_an_error_is_a_rejection_only_before_any_token(
     assert (record.http_status == 200) is has_token
 
 
+def test_what_is_billed_is_prompt_and_completion_unless_all_that_came_is_an_error(bench: Bench) -> None:
+    finished, left, failed, broken = (bench.open() for _ in range(4))
+    for account in (finished, left, failed, broken):
+        account.num_prompt_tokens = 40
+    for account in (finished, broken):
+        account.deliver()
+        account.num_completion_tokens = 4
+    finished.finish(FinishReason.STOP)
+    left.abort(is_head_sent=False)
+    failed.fail(EngineLost("gone"), is_head_sent=False)
+    broken.fail(EngineLost("gone"), is_head_sent=True)
+
+    assert [account.num_billed_tokens for account in (finished, left, failed, broken)] == [44, 40, 0, 44]
+
+
 def test_a_client_that_left_saw_a_status_or_none(bench: Bench) -> None:
     for is_head_sent, http_status in ((True, 200), (False, 0)):
         account = bench.open()

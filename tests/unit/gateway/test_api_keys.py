@@ -7,6 +7,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from libs.config import ConfigError
@@ -26,6 +27,7 @@ from services.gateway.key_stores import KeyFile, KeyWatch
 from services.gateway.keys_command import main
 from services.gateway.model_access import check_access, names_for
 from services.gateway.openai_schema import ModelFacts
+from services.gateway.tenant_limits import NO_LIMITS, Limit, TenantLimits
 
 MODEL = ModelFacts("own", 100, ("alias", "other/alias"))
 
@@ -77,6 +79,45 @@ def test_the_list_of_models_is_the_tenants_until_it_is_given_anew() -> None:
     assert table.with_key(key_of("y" * 32), None).models_of("acme") == frozenset({"own"})
     assert table.with_key(key_of("y" * 32), ["other"]).models_of("acme") == frozenset({"other"})
     assert table.with_key(key_of("y" * 32), ["*"]).models_of("acme") is None
+
+
+def test_limits_are_the_tenants_until_they_are_changed_one_by_one() -> None:
+    table = KeyTable().with_key(key_of("x" * 32), None).with_limits("acme", {Limit.PARALLEL_REQUESTS: 2})
+
+    changed = table.with_limits("acme", {Limit.TOKENS_PER_MONTH: 7, Limit.REQUESTS_PER_MINUTE: 5})
+    taken = changed.with_limits("acme", {Limit.PARALLEL_REQUESTS: None})
+
+    assert table.with_key(key_of("y" * 32), None).limits_of("acme") == TenantLimits(max_parallel_requests=2)
+    assert changed.limits_of("acme").by_limit == {
+        Limit.PARALLEL_REQUESTS: 2,
+        Limit.REQUESTS_PER_MINUTE: 5,
+        Limit.TOKENS_PER_MONTH: 7,
+    }
+    assert taken.limits_of("acme") == TenantLimits(requests_per_minute=5, tokens_per_month=7)
+    assert taken.limits_of("globex") is NO_LIMITS
+    for each in (table, changed, taken, changed.with_models("acme", ["own"])):
+        assert read_table(write_table(each), "here") == each
+
+
+def test_a_table_without_limits_is_written_as_before_there_were_any() -> None:
+    table = KeyTable((key_of("x" * 32),), {"acme": frozenset({"own"})})
+
+    document = write_table(table.with_limits("acme", {Limit.TOKENS_PER_MINUTE: 5}))
+    tenants = msgspec.json.decode(write_table(table))["tenants"]
+
+    assert tenants == {"acme": {"models": ["own"]}}
+    # What an older Octavo would not enforce, it does not read.
+    assert msgspec.json.decode(document)["tenants"]["acme"].keys() - {"models"}
+
+
+@pytest.mark.parametrize(
+    "limits", [{"tokens_per_minute": 0}, {"tokens_per_minute": 10**10}, {"tokens_per_year": 1}]
+)
+def test_limits_that_cannot_be_kept_are_refused(limits: dict[str, int]) -> None:
+    document = {"format": "octavo-api-keys-1", "keys": [], "tenants": {"acme": {"limits": limits}}}
+
+    with pytest.raises(ConfigError):
+        read_table(msgspec.json.encode(document), "here")
 
 
 @pytest.mark.parametrize(
@@ -145,6 +186,32 @@ def test_keys_are_added_listed_and_revoked(tmp_path: Path, capsys: pytest.Captur
     assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
     with pytest.raises(ConfigError):
         main(["revoke", found.key_id, "--file", file])
+
+
+def test_limits_are_set_with_a_key_or_alone_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "keys.json")
+    run(capsys, "add", "--tenant", "acme", "--max-parallel-requests", "2", "--tokens-per-minute=90", "--file", file)
+    run(capsys, "add", "--tenant", "globex", "--file", file)
+    said = run(
+        capsys,
+        *("limit", "--tenant", "acme", "--requests-per-minute", "60", "--tokens-per-month", "1000"),
+        *("--max-parallel-requests", "none", "--models", "own", "--file", file),
+    )
+    lines = run(capsys, "list", "--file", file).splitlines()
+
+    assert said == "The limits of tenant acme are changed."
+    assert [line.split()[3:] for line in lines] == [
+        ["LIMITS", "MODELS"],
+        ["requests/min=60,tokens/min=90,tokens/month=1000", "own"],
+        ["none", "all"],
+    ]
+    for wrong in ("0", "-1", "1.5", "", "1e3", "1_0", "٣", "1000000001"):
+        with pytest.raises(ConfigError, match="requests_per_minute must be between"):
+            main(["limit", "--tenant", "acme", f"--requests-per-minute={wrong}", "--file", file])
+    with pytest.raises(ConfigError, match="no key"):
+        main(["limit", "--tenant", "acne", "--requests-per-minute", "1", "--file", file])
+    with pytest.raises(ConfigError, match="what to change"):
+        main(["limit", "--tenant", "acme", "--file", file])
 
 
 def test_an_own_key_comes_from_standard_input(

@@ -50,6 +50,8 @@ def test_no_keys_on_a_reachable_address_is_refused_with_the_ways_out(host: str) 
         ("--sse-heartbeat-seconds", "nan"),
         ("--drain-timeout-seconds", "-1"),
         ("--model-aliases", "a,b,a"),
+        ("--limit-timeout-seconds", "0"),
+        ("--limit-lease-seconds", "0.9"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused(argv: tuple[str, ...]) -> None:

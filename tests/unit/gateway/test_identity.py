@@ -12,6 +12,7 @@ from libs.config import ConfigError
 from libs.errors import StoreUnavailable, Unauthenticated
 from services.gateway.api_keys import ApiKey, KeyTable, digest_of
 from services.gateway.identity import Authenticator, cache_salt_secret
+from services.gateway.tenant_limits import TenantLimits
 
 SECRET = b"a secret of some length"
 
@@ -22,6 +23,7 @@ TABLE = KeyTable(
         for secret, tenant_id in [("sk-one", "acme"), ("sk:with:colons", "acme"), ("sk-two", "globex")]
     ),
     {"globex": frozenset({"small"})},
+    {"globex": TenantLimits(max_parallel_requests=1)},
 )
 
 
@@ -42,6 +44,11 @@ def test_a_key_names_its_tenant(authenticator: Authenticator) -> None:
     assert authenticator.authenticate("Bearer sk-two").tenant_id == "globex"
     assert authenticator.authenticate(None, "sk-two").tenant_id == "globex"
     assert authenticator.authenticate("Basic x", " sk-two ").tenant_id == "globex"
+
+
+def test_a_tenant_has_its_limits(authenticator: Authenticator) -> None:
+    assert not authenticator.authenticate("Bearer sk-one").limits.is_limited
+    assert authenticator.authenticate("Bearer sk-two").limits.max_parallel_requests == 1
 
 
 def test_a_tenant_has_its_list_of_models(authenticator: Authenticator) -> None:

@@ -181,9 +181,12 @@ async def test_every_error_arrives_as_it_was_raised(spec: ErrorSpec, tmp_path: P
 def test_a_status_has_our_reason_and_only_what_was_said(spec: ErrorSpec) -> None:
     status = status_from_error(spec.error_class("m"))
 
-    (detail,) = status.details
+    detail, *others = status.details
     info = error_details_pb2.ErrorInfo()
     assert detail.Unpack(info)
+    # Who has used too much is told so in Google's words too.
+    num_excesses = int(spec.http_status == 429)
+    assert [other.Is(error_details_pb2.QuotaFailure.DESCRIPTOR) for other in others] == [True] * num_excesses
     assert (info.reason, info.domain) == (spec.reason.value, "octavo")
     assert status.code == grpc.StatusCode[spec.grpc_code].value[0]
 

@@ -74,6 +74,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """An id that is already in use was sent again."""
     ERROR_REASON_TEMPLATE_REFUSED: _ErrorReason.ValueType  # 24
     """The chat template refused the messages."""
+    ERROR_REASON_RATE_LIMITED: _ErrorReason.ValueType  # 25
+    """The tenant uses as much at once, or in a minute, as it may; RetryInfo says when to come back."""
+    ERROR_REASON_BUDGET_EXHAUSTED: _ErrorReason.ValueType  # 26
+    """What is left of the tenant's budget is too little for the request."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the machine-readable cause of a failed call. Its name without the prefix is
@@ -131,4 +135,8 @@ ERROR_REASON_DUPLICATE_REQUEST: ErrorReason.ValueType  # 23
 """An id that is already in use was sent again."""
 ERROR_REASON_TEMPLATE_REFUSED: ErrorReason.ValueType  # 24
 """The chat template refused the messages."""
+ERROR_REASON_RATE_LIMITED: ErrorReason.ValueType  # 25
+"""The tenant uses as much at once, or in a minute, as it may; RetryInfo says when to come back."""
+ERROR_REASON_BUDGET_EXHAUSTED: ErrorReason.ValueType  # 26
+"""What is left of the tenant's budget is too little for the request."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
