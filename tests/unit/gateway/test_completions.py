@@ -25,6 +25,7 @@ from services.gateway.completions import Completions, CompletionSettings
 from services.gateway.endpoints import TEXT
 from services.gateway.failover import Generations
 from services.gateway.identity import Tenant
+from services.gateway.limits.limiter import Limiter
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.request_spans import RequestSpans
 from services.gateway.shared_prefixes import SharedPrefixes
@@ -78,8 +79,9 @@ def completions_of(text: TextPreparation, metrics: GatewayMetrics, tasks: asynci
         model=ModelFacts(MODEL_NAME, vocab_size=49152),
         text=text,
         admission=Admission(max_requests=1),
-        # No request here comes to an engine.
+        # No request here comes so far.
         generations=cast(Generations, None),
+        limiter=cast(Limiter, None),
         ledger=Ledger(gateway_id="g", audit=NoAudit(), metrics=metrics, monotonic=time.monotonic, wall=time.time),
         settings=CompletionSettings(
             request_timeout_seconds=10.0,
