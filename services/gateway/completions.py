@@ -118,9 +118,11 @@ class Completions:
             # aiohttp would answer a ConnectionError, to nobody.
             raise asyncio.CancelledError from left
         except OctavoError as error:
+            _forget_origin(error)
             return await _fail(exchange, writer, known_error(error))
-        except Exception:
+        except Exception as error:
             log.exception("request failed", request_id=caller.request_id)
+            _forget_origin(error)
             return await _fail(exchange, writer, internal_error(caller.request_id))
         finally:
             # Before the client can have read the end of its answer, and so before it can ask again.
@@ -353,6 +355,15 @@ class Completions:
             await generation.settle(self._settings.answers.abort_settle_seconds)
         finally:
             _close_with(account, generation)
+
+
+def _forget_origin(error: Exception) -> None:
+    """Forget where an error comes from, which no client is told.
+
+    The frames there hold the body, and the account holds the error: a body of megabytes would wait for the garbage
+    collector, and each of its rounds would look through all that wait.
+    """
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 async def _fail(exchange: _Exchange, writer: AnswerWriter[Answered], error: OctavoError) -> Answered:

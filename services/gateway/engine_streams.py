@@ -55,9 +55,7 @@ class Relay(Protocol):
 class _Choice:
     """One choice as it has come so far."""
 
-    request: EngineRequest
     index: int
-
     pending_token_ids: list[int] = field(default_factory=list)
     pending_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_received_tokens: int = 0
@@ -99,7 +97,7 @@ class EngineRequest:
         """Begin; ``times`` takes the marks of a request that asked for timings."""
         self.request_id = request_id
         self.times = times
-        self._choices = [_Choice(self, index) for index in range(num_choices)]
+        self._choices = [_Choice(index) for index in range(num_choices)]
         # Of the prompt's tokens after the first, where they are wanted; whole as soon as a first token has come.
         self.prompt_logprobs: list[TokenLogprob] = []
         self._news = news
@@ -275,6 +273,17 @@ class EngineStreams:
 
 
 @dataclass(frozen=True, slots=True)
+class _Carried:
+    """A choice on a stream and whose it is.
+
+    The choice itself does not know: a request that is over must not keep itself until the garbage collector comes.
+    """
+
+    request: EngineRequest
+    choice: _Choice
+
+
+@dataclass(frozen=True, slots=True)
 class _Submit:
     submission: Submission
     remaining_seconds: float
@@ -295,7 +304,7 @@ class _EngineStream:
         self.address = address
         self._max_requests = max_requests
         self._requests: dict[str, EngineRequest] = {}
-        self._by_handle: dict[int, _Choice] = {}
+        self._by_handle: dict[int, _Carried] = {}
         # The choices whose timings were asked for.
         self._timed: dict[int, tuple[TryTimes, int]] = {}
         # A request is submitted once, and it and each of its choices are aborted at most once; only a peer that
@@ -420,11 +429,11 @@ class _EngineStream:
         for handle, count in zip(events.handles, events.num_tokens, strict=True):
             token_ids = events.token_ids[offset : offset + count]
             offset += count
-            choice = self._by_handle.get(handle)
-            if choice is None:
+            carried = self._by_handle.get(handle)
+            if carried is None:
                 continue
             if handle not in ends and handle not in logprobs:
-                relay = choice.relayed(token_ids, now)
+                relay = carried.choice.relayed(token_ids, now)
                 if relay is not None:
                     relays.append(relay)
                     continue
@@ -439,11 +448,11 @@ class _EngineStream:
         end: GenerationEnd | None,
         logprobs: Sequence[TokenLogprob] = (),
     ) -> None:
-        choice = self._by_handle.get(handle)
-        if choice is None:
+        carried = self._by_handle.get(handle)
+        if carried is None:
             return
-        request = choice.request
-        request.on_step(choice.index, token_ids, end, logprobs)
+        request = carried.request
+        request.on_step(carried.choice.index, token_ids, end, logprobs)
         if end is not None:
             del self._by_handle[handle]
             self._timed.pop(handle, None)
@@ -471,7 +480,8 @@ class _EngineStream:
         if request.times is not None:
             self._timed |= {handle: (request.times, index) for index, handle in enumerate(handles)}
             request.times.accept(time.monotonic_ns(), accept_seconds)
-        self._by_handle |= request.on_accepted(handles)
+        choices = request.on_accepted(handles)
+        self._by_handle |= {handle: _Carried(request, choice) for handle, choice in choices.items()}
 
     def _end_all(self, loss: OctavoError) -> None:
         requests, self._requests = self._requests, {}

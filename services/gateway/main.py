@@ -81,8 +81,7 @@ _OWNER_NONCE_BYTES = 4
 # this. With a fifth of it text takes a third, but 2,000 streams took 3 to 5 % more processor time.
 _THREAD_SWITCH_SECONDS = 0.0005
 # A round of the garbage collector through all that lives stops everybody: for 100 ms beside 2,000 streams. There is
-# one after so many middle rounds (Python's own is 10), of which there is one in some 400 short requests. Each of
-# these leaves it a third of a kilobyte, so that some 15 MB may wait for it.
+# one after so many middle rounds (Python's own is 10). Plain streams leave it nothing, so that little waits for it.
 _MIDDLE_ROUNDS_BEFORE_A_FULL_ONE = 100
 
 

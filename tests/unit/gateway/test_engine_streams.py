@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -63,6 +65,22 @@ async def read_choices(reader: Reader) -> tuple[dict[int, list[int]], dict[int, 
 def error_of(end: GenerationEnd) -> Exception:
     assert isinstance(end, GenerationFailed)
     return end.error
+
+
+async def test_a_request_that_is_over_does_not_wait_for_the_garbage_collector(
+    start_engine: StartEngine, streams: EngineStreams
+) -> None:
+    engine = await start_engine()
+    gc.disable()
+    try:
+        reader = Reader(streams, engine.address, submission(num_choices=2))
+        is_held = weakref.ref(reader.request)
+        await read_choices(reader)
+        del reader
+
+        assert is_held() is None
+    finally:
+        gc.enable()
 
 
 async def test_tokens_and_the_end_arrive_in_order(start_engine: StartEngine, streams: EngineStreams) -> None:
