@@ -8,7 +8,7 @@ SOURCES := Makefile pyproject.toml $(filter-out requirements/clients.txt,$(wildc
 STAMP := $(VENV)/installed-$(shell cat $(SOURCES) | sha256sum | cut -c1-16)
 
 .PHONY: install install-clients up test test-slow check proto bench bench-scheduler bench-policies bench-batching \
-	bench-worker bench-ranks bench-sampler bench-serve bench-ttft bench-gateway bench-speculation
+	bench-closed-loop bench-worker bench-ranks bench-sampler bench-serve bench-ttft bench-gateway bench-speculation
 
 # The kernels are compiled again when their sources change; without a compiler this says so and workers use torch.
 install: $(STAMP)
@@ -66,6 +66,9 @@ bench-scheduler: install
 
 bench-policies: install
 	@$(BIN)/python -m scripts.bench_policies $(ARGS)
+
+bench-closed-loop: install
+	@$(BIN)/python -m scripts.bench_closed_loop $(ARGS)
 
 bench-batching: install
 	@$(BIN)/python -m scripts.bench_batching $(ARGS)
