@@ -16,11 +16,13 @@ import json
 import random
 import statistics
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from scripts.bench_policies import StepTimes
+from scripts.bench_serve import WORKLOADS, Workload
 from scripts.load_client import percentile_ms
 from services.engine.core.request import Request, StopCriteria
 from services.engine.core.scheduler import Scheduler
@@ -48,47 +50,11 @@ _CLIENT_SECONDS = 0.004
 _LENGTH_SPREAD = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Clients at once, tokens of prompt and answer, and requests in all."""
-
-    name: str
-    num_clients: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_requests: int
-    num_shared_tokens: int = 0
-
-
-LOADS = (
-    Load("128/128 at 8", 8, 128, 128, 32),
-    Load("128/128 at 32", 32, 128, 128, 96),
-    Load("1000/100 at 8", 8, 1_000, 100, 24),
-    Load("900 shared + 64/64 at 8", 8, 64, 64, 48, num_shared_tokens=900),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """What a step costs, in seconds."""
-
-    constant: float
-    per_token: float
-    per_read: float
-    per_pair: float
-
-    def of(self, output: SchedulerOutput) -> float:
-        """Return a step's time."""
-        work = output.work
-        reads, pairs = self.per_read * work.decode_context_tokens, self.per_pair * work.prefill_pairs
-        return self.constant + self.per_token * work.num_tokens + reads + pairs
-
-
 class ClosedLoop:
-    """One run of one load."""
+    """One run of one workload."""
 
     def __init__(
-        self, config: SchedulerConfig, load: Load, times: StepTimes, delay_seconds: float, seed: int
+        self, config: SchedulerConfig, load: Workload, times: StepTimes, delay_seconds: float, seed: int
     ) -> None:
         self._load = load
         self._times = times
@@ -112,7 +78,7 @@ class ClosedLoop:
 
     def run(self) -> float:
         """Run until all are answered; returns the seconds that took."""
-        for _ in range(self._load.num_clients):
+        for _ in range(self._load.concurrency):
             self._send(0.0)
         while self._arrivals or self._steps:
             if self._steps and (not self._arrivals or self._steps[0][0] <= self._arrivals[0][0]):
@@ -170,11 +136,11 @@ class ClosedLoop:
 
 
 def main() -> None:
-    """Simulate all loads with some settings."""
+    """Simulate all workloads with some settings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--budget", type=int, default=CONFIG.max_num_batched_tokens, help="tokens of a step")
     parser.add_argument("--share", type=float, default=CONFIG.max_prefill_share, help="max_prefill_share")
-    parser.add_argument("--seeds", type=int, default=6, help="runs of each load")
+    parser.add_argument("--seeds", type=int, default=6, help="runs of each workload")
     parser.add_argument("--delay", type=float, default=0.008, help="seconds from the gateway to the engine")
     parser.add_argument("--constant", type=float, default=0.0115, help="seconds of any step")
     parser.add_argument("--per-token", type=float, default=1.27e-4, help="seconds of a computed token")
@@ -185,14 +151,14 @@ def main() -> None:
     options = parser.parse_args()
     config = replace(CONFIG, max_num_batched_tokens=options.budget, max_prefill_share=options.share)
     times = StepTimes(options.constant, options.per_token, options.per_read, options.per_pair)
-    loads = [simulate(config, load, times, options.delay, options.seeds) for load in LOADS]
+    loads = [simulate(config, load, times, options.delay, options.seeds) for load in WORKLOADS]
     print(json.dumps({"benchmark": "closed_loop", "options": vars(options), "loads": loads}))
 
 
 def simulate(
-    config: SchedulerConfig, load: Load, times: StepTimes, delay_seconds: float, num_seeds: int
+    config: SchedulerConfig, load: Workload, times: StepTimes, delay_seconds: float, num_seeds: int
 ) -> dict[str, Any]:
-    """Run one load with several seeds."""
+    """Run one workload with several seeds."""
     runs = [ClosedLoop(config, load, times, delay_seconds, seed) for seed in range(num_seeds)]
     seconds = [run.run() for run in runs]
     ttfts = [ttft for run in runs for ttft in run.ttfts]

@@ -66,12 +66,13 @@ class StepTimes:
     constant: float
     per_token: float
     per_read: float
+    per_pair: float = 0.0
 
     def of(self, output: SchedulerOutput) -> float:
         """Return a step's time."""
-        return (
-            self.constant + self.per_token * output.num_tokens + self.per_read * output.work.decode_context_tokens
-        )
+        work = output.work
+        reads, pairs = self.per_read * work.decode_context_tokens, self.per_pair * work.prefill_pairs
+        return self.constant + self.per_token * work.num_tokens + reads + pairs
 
 
 def main() -> None:

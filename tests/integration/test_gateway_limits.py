@@ -262,8 +262,10 @@ async def test_limits_change_while_a_gateway_runs(stand: Stand, folder: Path) ->
         )
 
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while (await ask(stand.gateway, "changed")).status == 429:
+            while (answer := await ask(stand.gateway, "changed")).status == 429:
                 await asyncio.sleep(0.05)
+
+    assert answer.status == 200
 
 
 async def end_somehow(stand: Stand, kind: int) -> list[str]:

@@ -261,6 +261,9 @@ async def test_leases_are_renewed_while_there_is_always_something_to_say(metrics
         redis.now_ms += 299
 
         await until(lambda: hold.lease_end_ms == first_end_ms + 299)
+        (renewed,) = redis.books["acme"].holds.values()
+
+    assert renewed is hold
 
 
 async def test_redis_decides_again_though_there_is_always_something_to_say(metrics: GatewayMetrics) -> None:
@@ -271,7 +274,16 @@ async def test_redis_decides_again_though_there_is_always_something_to_say(metri
         come_all_the_time(redis, limiter)
         redis.is_away = False
 
-        await until(lambda: len(redis.books["busy"].holds) > 0)
+        is_local = True
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while is_local:
+                await asyncio.sleep(0.005)
+                num_local = count(metrics, "local_decisions")
+                reservation = await limiter.reserve(ask_of(ONE))
+                reservation.hold.close(1)
+                is_local = count(metrics, "local_decisions") > num_local
+
+    assert is_served(reservation)
 
 
 async def test_who_is_let_in_while_redis_comes_back_is_known_before_it_decides(metrics: GatewayMetrics) -> None:

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.bench_closed_loop import CONFIG, LOADS, ClosedLoop, Load, StepTimes, simulate
+from scripts.bench_closed_loop import CONFIG, ClosedLoop, simulate
+from scripts.bench_policies import StepTimes
+from scripts.bench_serve import WORKLOADS, Workload
 
 TIMES = StepTimes(constant=0.01, per_token=1e-4, per_read=0.0, per_pair=0.0)
 
 
-@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
-def test_everybody_is_answered_in_full(load: Load) -> None:
-    small = replace(load, num_output_tokens=4, num_requests=load.num_clients + 3)
+@pytest.mark.parametrize("load", WORKLOADS, ids=lambda load: load.name)
+def test_everybody_is_answered_in_full(load: Workload) -> None:
+    small = replace(load, num_output_tokens=4, num_requests=load.concurrency + 3)
 
     figures = simulate(CONFIG, small, TIMES, 0.008, num_seeds=1)
 
@@ -22,7 +24,7 @@ def test_everybody_is_answered_in_full(load: Load) -> None:
 
 
 def test_a_client_alone_waits_for_its_own_prompt_only() -> None:
-    loop = ClosedLoop(CONFIG, Load("alone", 1, 100, 2, 1), TIMES, 0.008, seed=0)
+    loop = ClosedLoop(CONFIG, Workload("alone", 100, 2, concurrency=1, num_requests=1), TIMES, 0.008, seed=0)
 
     seconds = loop.run()
 
@@ -34,7 +36,7 @@ def test_a_client_alone_waits_for_its_own_prompt_only() -> None:
 
 
 def test_prompts_one_after_the_other_have_their_first_tokens_sooner_in_the_mean() -> None:
-    load = Load("long", 4, 500, 2, 4)
+    load = Workload("long", 500, 2, concurrency=4, num_requests=4)
 
     short_steps = simulate(CONFIG, load, TIMES, 0.008, num_seeds=2)
     long_steps = simulate(
