@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
-import orjson
 from msgspec import Meta
 
 from libs.errors import InvalidRequest, UnsupportedField
@@ -23,6 +22,7 @@ from services.gateway.generation_options import (
     parse_generation_options,
 )
 from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES, ModelFacts, read_model_name, with_tools
+from services.gateway.openai_values import checked_json
 from services.gateway.prompts import ChatPrompt
 from services.gateway.reasoning_fields import check_reasoning_limit, switch_variables
 from services.gateway.tools import (
@@ -357,8 +357,9 @@ def _turns(message: Message, path: str) -> Iterator[ChatMessage]:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
-                arguments = orjson.dumps(block.input).decode()
-                calls.append(make_tool_call(block.id, block.name, arguments, f"{path}.content[{index}]"))
+                place = f"{path}.content[{index}]"
+                arguments = checked_json(block.input, f"{place}.input")
+                calls.append(make_tool_call(block.id, block.name, arguments, place))
             case ToolResultBlock():
                 if texts:
                     yield ChatMessage(message.role, "\n".join(texts))

@@ -76,10 +76,10 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def schema_text(schema: Mapping[str, Any], param: str) -> str:
-    """Return a schema as JSON; raises InvalidRequest for one that is nested deeper than a form may be."""
+def checked_json(value: Any, param: str) -> str:
+    """Return a part of a body as JSON; raises InvalidRequest for one that is nested too deep."""
     try:
-        return orjson.dumps(schema).decode()
+        return orjson.dumps(value).decode()
     except TypeError as error:
         # The values come from JSON, so only their depth can be wrong.
         raise InvalidRequest(f"'{param}' is nested too deep; at most 250 levels are taken.", param=param) from error

@@ -6,6 +6,7 @@ model hears of tools or calls them, nor how an answer is read or written.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from msgspec import Meta
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
 from libs.text import ChatMessage, ToolCall
-from services.gateway.openai_values import schema_text
+from services.gateway.openai_values import checked_json
 
 MAX_TOOLS: Final = 128
 MAX_DESCRIPTION_CHARACTERS: Final = 8192
@@ -218,9 +219,24 @@ def _tool_call(value: Any, path: str) -> ToolCall:
 def make_tool_call(call_id: str, name: Any, arguments: Any, path: str) -> ToolCall:
     """Return a call whose name and arguments stand at ``path``; raises InvalidRequest for a wrong one."""
     check_name(name, f"{path}.name")
-    if not isinstance(arguments, str) or not _is_object(arguments):
-        raise InvalidRequest(f"'{path}.arguments' must be a JSON object as a string.", param=f"{path}.arguments")
+    _check_arguments(arguments, f"{path}.arguments")
     return ToolCall(call_id, name, arguments)
+
+
+def _check_arguments(arguments: Any, path: str) -> None:
+    """Refuse what is no object, or one that no template could write: too deep, or with an endless number."""
+    try:
+        found = orjson.loads(arguments) if isinstance(arguments, str) else None
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"'{path}' must be a JSON object as a string.", param=path)
+    checked_json(found, path)
+    try:
+        # As it is read for templates: whole numbers stay whole, and so are bounded in length.
+        json.loads(arguments)
+    except ValueError as error:
+        raise InvalidRequest(f"'{path}' has a number of too many digits.", param=path) from error
 
 
 def check_results(messages: Sequence[ChatMessage], param: str) -> None:
@@ -238,13 +254,6 @@ def check_results(messages: Sequence[ChatMessage], param: str) -> None:
 def _refuse_others(value: Mapping[str, Any], known: frozenset[str], path: str) -> None:
     for name in value.keys() - known:
         raise InvalidRequest(f"Unknown field '{path}.{name[:64]}'.", param=path)
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(orjson.loads(text), dict)
-    except orjson.JSONDecodeError:
-        return False
 
 
 def _function_tool(value: Any, path: str) -> Tool:
@@ -275,7 +284,7 @@ def _parameters(value: Any, path: str) -> Mapping[str, Any]:
         raise InvalidRequest(f"'{path}' must be a JSON schema of the type 'object'.", param=path)
     parameters = {"type": "object"} | value
     try:
-        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (schema_text(parameters, path),)))
+        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (checked_json(parameters, path),)))
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param=path) from error
     return parameters

@@ -11,7 +11,7 @@ from aiohttp import web
 from yarl import URL
 
 from tests.fakes.fake_generation_engine import Script
-from tests.integration.gateway_process import Stand
+from tests.integration.gateway_process import MODEL_NAME, Stand
 from tests.integration.http_answers import (
     CHAT,
     QUESTION,
@@ -110,6 +110,25 @@ async def test_bad_input_changes_nothing_for_a_stream_beside_it(stand: Stand) ->
     events = (await neighbour).events
     assert streamed_text(events) == "one two three four five"
     assert events[-1] == "[DONE]"
+
+
+DEEP = '{"a":' * 900 + "1" + "}" * 900
+ENDLESS_NUMBER = '{"a":' + "1" * 5000 + "}"
+
+
+@pytest.mark.parametrize("arguments", [DEEP, ENDLESS_NUMBER], ids=["deep", "endless number"])
+async def test_arguments_of_calls_that_no_template_could_write_are_refused(stand: Stand, arguments: str) -> None:
+    """As SEC-01, for what is read again behind the schema; ended in an internal error."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [MESSAGE, {"role": "assistant", "tool_calls": [call]}]
+    use = f'{{"type": "tool_use", "id": "a", "name": "f", "input": {arguments}}}'
+    turns = f'[{json.dumps(MESSAGE)}, {{"role": "assistant", "content": [{use}]}}]'
+    body = f'{{"model": "{MODEL_NAME}", "max_tokens": 5, "messages": {turns}}}'
+
+    refused(await chat(stand, messages=messages), param="messages[1].tool_calls[0].function.arguments")
+    anthropic = await post_raw(stand, "/v1/messages", body.encode())
+
+    assert anthropic.status == 400
 
 
 def nested(depth: int) -> dict[str, Any]:
