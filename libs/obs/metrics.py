@@ -472,18 +472,30 @@ def render(registry: CollectorRegistry) -> bytes:
 
 
 def serve_metrics(
-    registry: CollectorRegistry, port: int, *, before_scrape: Callable[[], None] | None = None
+    registry: CollectorRegistry,
+    port: int,
+    listen_address: str,
+    *,
+    before_scrape: Callable[[], None] | None = None,
 ) -> WSGIServer | None:
     """Serve ``/metrics`` from a thread of its own; port 0 serves nothing.
 
+    Whoever reaches the process at its ``listen_address`` reaches its metrics, and nobody else.
     ``before_scrape`` brings gauges up to date, so that they are true also while nothing happens.
     """
     if port == 0:
         return None
     if before_scrape is not None:
         registry.register(_BeforeScrape(before_scrape))
-    server, _ = start_http_server(port, registry=registry)
+    server, _ = start_http_server(port, addr=_host_of(listen_address), registry=registry)
     return server
+
+
+def _host_of(listen_address: str) -> str:
+    """Return the host of ``host:port``; of a Unix socket it is this machine."""
+    if listen_address.startswith("unix:"):
+        return "127.0.0.1"
+    return listen_address.rpartition(":")[0].strip("[]") or "127.0.0.1"
 
 
 class _BeforeScrape(Collector):

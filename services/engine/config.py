@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
 from libs.config import setting
 from services.engine.core.scheduler_config import Admission, Batching, Layout, SpeculationConfig
+
+# It is part of keys in Redis and of patterns that look for them, in which * or [ would stand for other engines.
+_ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 class Speculation(StrEnum):
@@ -89,6 +93,8 @@ class EngineConfig:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if _ENGINE_ID.fullmatch(self.engine_id) is None:
+            raise ValueError("engine_id must be up to 128 letters, digits, dots, colons, dashes and underscores.")
         if self.max_steps_in_flight not in (1, 2):
             raise ValueError(f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}.")
         if self.target_itl is not None and not self.target_itl > 0:

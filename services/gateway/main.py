@@ -390,6 +390,7 @@ def _make_parts(
         body_limits=body_limits,
         models=Models(foundation.model, max_model_len=foundation.max_model_len, start_time=int(time.time())),
         readiness_timeout_seconds=config.readiness_timeout_seconds,
+        is_local_only=not (config.asks_for_keys or config.allow_unauthenticated),
     )
 
 

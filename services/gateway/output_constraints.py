@@ -18,6 +18,8 @@ from libs.grammar import Grammar, GrammarForm, check_grammar
 from services.gateway.openai_fields import check_structured_outputs
 from services.gateway.openai_values import checked_json
 
+# The converter is Python: it takes a few microseconds for each, while nobody else gets the event loop.
+MAX_GBNF_CHARACTERS: Final = 16_384
 _ANY_OBJECT: Final = '{"type":"object"}'
 _SCHEMA_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # Fields of ``structured_outputs`` of which one says what the output is.
@@ -161,6 +163,12 @@ def _lark_of(grammar: str) -> str:
     """Return a grammar in Lark's words; one in llama.cpp's (GBNF) is told by its ``::=``."""
     if "::=" not in grammar:
         return grammar
+    if len(grammar) > MAX_GBNF_CHARACTERS:
+        raise InvalidRequest(
+            f"A grammar in GBNF has at most {MAX_GBNF_CHARACTERS} characters, not {len(grammar)}; "
+            "write a longer one in Lark.",
+            param="structured_outputs.grammar",
+        )
     try:
         return str(gbnf_to_lark(grammar))
     except Exception as error:  # The converter raises whatever its parser stumbles over.
