@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -20,14 +21,17 @@ def configure_logging(tier: str, instance_id: str, level: str = "info", *, strea
         stream: where lines go; stderr by default. A terminal gets plain lines, all else JSON.
     """
     output = stream or sys.stderr
-    renderer: Any = structlog.dev.ConsoleRenderer() if output.isatty() else structlog.processors.JSONRenderer()
+    # JSON escapes what a terminal would take for orders; clients choose some of the values.
+    renderers: list[Any] = (
+        [_printable, structlog.dev.ConsoleRenderer()] if output.isatty() else [structlog.processors.JSONRenderer()]
+    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            renderer,
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=lambda *_: _LossyLogger(output),
@@ -35,6 +39,16 @@ def configure_logging(tier: str, instance_id: str, level: str = "info", *, strea
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(tier=tier, instance_id=instance_id)
+
+
+def _printable(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Return an event without control characters, which would change what a terminal shows."""
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[key] = "".join(
+                char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in value
+            )
+    return event
 
 
 class _LossyLogger(structlog.WriteLogger):

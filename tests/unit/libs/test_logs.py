@@ -74,3 +74,23 @@ def configuration_kept() -> Iterator[None]:
     finally:
         structlog.configure(**before)
         structlog.contextvars.clear_contextvars()
+
+
+class Terminal(WritesSeen):
+    """A stream that a person looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_client_gives_orders_to_a_terminal() -> None:
+    stream = Terminal()
+    with configuration_kept():
+        configure_logging("gateway", "gateway-0", stream=stream)
+        get_logger("test").info("seen", user="\x1b]0;title\x07\x1b[2J\x9b31m", path="/\x1b[2J\r\n")
+
+    line = stream.writes[0]
+    assert not {"\x07", "\x9b", "\r"} & set(line)
+    assert "\x1b]0" not in line
+    assert "\x1b[2J" not in line
+    assert line.count("\n") == 1
