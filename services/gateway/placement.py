@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from libs.errors import NoEngineAvailable, OctavoError
+from libs.errors import Draining, ModelNotFound, NoEngineAvailable, OctavoError
 from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics
 from services.gateway.clients import PlacementCall, RouterClient
@@ -111,10 +111,7 @@ class Placements:
             and engine.engine_id not in ask.excluded_engine_ids
         ]
         if not candidates:
-            raise NoEngineAvailable(
-                "No engine is ready to take the request; try again shortly.",
-                retry_after_seconds=_RETRY_AFTER_SECONDS,
-            )
+            raise _no_engine()
         fewest = min(self._num_placed[engine.address] for engine in candidates)
         engine = self._random.choice(
             [engine for engine in candidates if self._num_placed[engine.address] == fewest]
@@ -292,7 +289,7 @@ class _Session:
                 # It was withdrawn while the place was on its way.
                 self.tell(_Notice.FINISHED, request_id)
             elif isinstance(outcome, OctavoError):
-                answer.set_exception(outcome)
+                answer.set_exception(_as_told(outcome))
             else:
                 answer.set_result(outcome)
 
@@ -316,6 +313,25 @@ class _Session:
             if self._waiting and loop.time() - self._heard_time >= self._timeout_seconds:
                 await self._client.check_alive(self._timeout_seconds)
                 self._heard_time = loop.time()
+
+
+def _as_told(refusal: OctavoError) -> Exception:
+    """Return what a router's refusal means for the request."""
+    match refusal:
+        case Draining():
+            # It speaks of the router alone: engines may have room for the request all the same.
+            return RouterSilent()
+        case ModelNotFound():
+            # This gateway serves the model, so its client is not wrong: the engines are not there.
+            return _no_engine()
+        case _:
+            return refusal
+
+
+def _no_engine() -> NoEngineAvailable:
+    return NoEngineAvailable(
+        "No engine is ready to take the request; try again shortly.", retry_after_seconds=_RETRY_AFTER_SECONDS
+    )
 
 
 def _nothing() -> None:
