@@ -50,6 +50,8 @@ _LATENCY_BUCKETS_SECONDS = (
 )
 _GAP_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2.5, 10, 60)
 _IDLE_GAP_BUCKETS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
+# How a request may end at a gateway.
+_ENDINGS = ("stop", "length", "aborted", "rejected", "error")
 _TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 65_536, 262_144)
 
 
@@ -190,6 +192,10 @@ class GatewayMetrics:
             "Requests of an earlier gateway process that were closed as gateway_lost.",
             registry=registry,
         )
+        for counter in (self.requests_ended, self.prompt_tokens, self.completion_tokens):
+            for ending in _ENDINGS:
+                # There from the start: the first one to count would be no increase for who reads.
+                counter.labels(ending)
 
     def add_up(self) -> None:
         """Let other processes see all that this one has counted."""
@@ -280,6 +286,13 @@ class RouterMetrics:
             "Rows of prompt_prefix_cache not written: too many waited, or Redis was away.",
             registry=registry,
         )
+        self._engine_ids: frozenset[str] = frozenset()
+
+    def keep_engines(self, engine_ids: frozenset[str]) -> None:
+        """Show these engines from now on and forget others: names of engines come and go without end."""
+        for engine_id in self._engine_ids - engine_ids:
+            self.placements.remove(engine_id)
+        self._engine_ids = engine_ids
 
 
 class EngineMetrics:
@@ -456,6 +469,11 @@ class TelemetryMetrics:
         self.spool_torn_bytes = Counter(
             "octavo_telemetry_spool_torn_bytes",
             "Bytes of batches cut off by a crash before they were acknowledged.",
+            registry=registry,
+        )
+        self.spool_lost_bytes = Counter(
+            "octavo_telemetry_spool_lost_bytes",
+            "Bytes of batches that were acknowledged and that the disk has damaged.",
             registry=registry,
         )
         self.insert_seconds = Histogram(

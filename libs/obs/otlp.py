@@ -7,6 +7,7 @@ is away is dropped.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -27,6 +28,8 @@ _log = get_logger("tracing")
 _MAX_QUEUED_SPANS: Final = 8_192
 _SEND_INTERVAL_MILLIS: Final = 1_000
 _SEND_TIMEOUT_SECONDS: Final = 2.0
+# Less than any tier may take to end. A queue that is full takes a second where somebody takes it.
+_CLOSE_SECONDS: Final = 3.0
 _KINDS: Final = {
     SpanKind.SERVER: trace.SpanKind.SERVER,
     SpanKind.CLIENT: trace.SpanKind.CLIENT,
@@ -45,13 +48,13 @@ class OtlpTracer:
         )
         # Who calls decides for the whole trace; the fraction is for those who come without one.
         sampler = ParentBased(TraceIdRatioBased(sample_fraction))
-        exporter = OTLPSpanExporter(
+        self._exporter = OTLPSpanExporter(
             endpoint, insecure=not endpoint.startswith("https://"), timeout=_SEND_TIMEOUT_SECONDS
         )
         self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                exporter, max_queue_size=_MAX_QUEUED_SPANS, schedule_delay_millis=_SEND_INTERVAL_MILLIS
+                self._exporter, max_queue_size=_MAX_QUEUED_SPANS, schedule_delay_millis=_SEND_INTERVAL_MILLIS
             )
         )
         self._tracer = self._provider.get_tracer("octavo")
@@ -78,8 +81,17 @@ class OtlpTracer:
         return _OtlpSpan(span, offset_ns)
 
     def close(self) -> None:
-        """Send what is left, for a bounded time; blocks."""
-        self._provider.shutdown()
+        """Send what is left, for a bounded time; blocks.
+
+        The SDK's own bound is half a minute, for which each batch waits out its time at an endpoint that is away.
+        """
+        closing = threading.Thread(target=self._provider.shutdown, name="close-tracer", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            _log.warning("spans were left unsent", waited_seconds=_CLOSE_SECONDS)
+            # From now on every batch fails at once, and so the thread ends.
+            self._exporter.shutdown()
 
 
 class _OtlpSpan:

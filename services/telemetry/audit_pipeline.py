@@ -161,6 +161,13 @@ class AuditPipeline:
             await self._on_disk_thread(partial(self._spool.confirm, batches))
 
     async def _send(self, batches: SealedBatches) -> None:
+        if batches.num_lost_bytes:
+            self._metrics.spool_lost_bytes.inc(batches.num_lost_bytes)
+            self._log.error(
+                "batches that were taken are damaged on the disk; check it",
+                file=str(batches.segment.path),
+                num_bytes=batches.num_lost_bytes,
+            )
         num_rows = self._settings.batch_max_rows
         for start in range(0, len(batches.records), num_rows):
             await self._insert(batches.records[start : start + num_rows])

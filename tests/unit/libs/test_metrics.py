@@ -1,0 +1,64 @@
+"""Metrics: their names are those of the document, and series are bounded and there from the start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from libs.obs.metrics import (
+    EngineMetrics,
+    GatewayMetrics,
+    RouterMetrics,
+    ScrapedEngineMetrics,
+    TelemetryMetrics,
+    WorkerMetrics,
+    render,
+)
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+_SUFFIX = {"counter": "_total"}
+
+
+def all_names() -> set[str]:
+    registries = [
+        tier(CollectorRegistry()).registry
+        for tier in (
+            GatewayMetrics,
+            ScrapedEngineMetrics,
+            RouterMetrics,
+            EngineMetrics,
+            WorkerMetrics,
+            TelemetryMetrics,
+        )
+    ]
+    return {metric.name + _SUFFIX.get(metric.type, "") for registry in registries for metric in registry.collect()}
+
+
+def test_the_document_names_every_metric_and_no_other() -> None:
+    told = set(re.findall(r"octavo_(?:gateway|router|engine|worker|telemetry)_\w+", DOCUMENT.read_text()))
+    # A histogram is told as one metric, and read by its parts.
+    told = {re.sub(r"_(sum|count|bucket)$", "", name) for name in told}
+
+    assert told == all_names()
+
+
+def test_how_requests_end_is_a_series_before_any_has_ended() -> None:
+    text = GatewayMetrics(CollectorRegistry()).render().decode()
+
+    for name in ("requests_ended", "prompt_tokens", "completion_tokens"):
+        for status in ("stop", "length", "aborted", "rejected", "error"):
+            assert f'octavo_gateway_{name}_total{{status="{status}"}} 0.0' in text
+
+
+def test_an_engine_that_is_forgotten_leaves_no_series() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    for number in range(100):
+        engine_id = f"pod-{number}"
+        metrics.keep_engines(frozenset({engine_id, "idle"}))
+        metrics.placements.labels(engine_id=engine_id).inc()
+
+    text = render(metrics.registry).decode()
+
+    assert re.findall(r'octavo_router_placements_total\{engine_id="([^"]*)"', text) == ["pod-99"]
