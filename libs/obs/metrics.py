@@ -26,6 +26,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from libs.errors import InternalError
+
 # Each counter's time of birth would be half of what a scrape sends, and nothing here reads it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -368,6 +370,13 @@ class EngineMetrics:
             "octavo_engine_integrity_faults", "Faults found by check_integrity.", registry=registry
         )
 
+    def show_nothing(self) -> None:
+        """Set what an engine holds to none."""
+        self.running_requests.set(0)
+        self.waiting_requests.set(0)
+        for state in ("free", "evictable", "held"):
+            self.blocks.labels(state).set(0)
+
 
 class WorkerMetrics:
     """What a worker counts."""
@@ -495,12 +504,20 @@ def serve_metrics(
     """Serve ``/metrics`` from a thread of its own; port 0 serves nothing.
 
     ``before_scrape`` brings gauges up to date, so that they are true also while nothing happens.
+
+    Raises:
+        InternalError: the port cannot be had.
     """
     if port == 0:
         return None
     if before_scrape is not None:
         registry.register(_BeforeScrape(before_scrape))
-    server, _ = start_http_server(port, registry=registry)
+    try:
+        server, _ = start_http_server(port, registry=registry)
+    except (OSError, OverflowError) as error:
+        raise InternalError(
+            f"Metrics cannot be served on port {port}: {error}; set another metrics_port."
+        ) from error
     return server
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -85,6 +85,13 @@ class Placements:
             except RouterSilent:
                 self._metrics.own_placements.inc()
         return self._counted(Place(self._pick(ask), on_started=_nothing, on_released=_nothing))
+
+    def knows_engine_beside(self, engine_ids: Collection[str]) -> bool:
+        """Tell whether an engine was ready at the last look that is none of these."""
+        return any(
+            engine.state is EngineState.READY and engine.engine_id not in engine_ids
+            for engine in self._directory.engines
+        )
 
     def _counted(self, place: Place) -> Place:
         # Counted before anything is sent, so that a burst does not see the same idle engine.

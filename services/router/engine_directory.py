@@ -67,11 +67,13 @@ class _StagedSnapshot:
 class EngineDirectory:
     """Engines by id. Watches write, placement reads and counts."""
 
-    def __init__(self, *, report_lag_seconds: float, load_stale_seconds: float, max_hashes_per_engine: int) -> None:
+    def __init__(
+        self, *, report_lag_seconds: float, load_stale_seconds: float, max_hashes_per_engine: int, max_hashes: int
+    ) -> None:
         self._report_lag_seconds = report_lag_seconds
         self._load_stale_seconds = load_stale_seconds
         self._max_hashes_per_engine = max_hashes_per_engine
-        self.index = PrefixIndex(max_hashes_per_engine)
+        self.index = PrefixIndex(max_hashes_per_engine=max_hashes_per_engine, max_hashes=max_hashes)
         self._entries: dict[EngineId, _Entry] = {}
         self._staged: dict[WatchTarget, _StagedSnapshot] = {}
         self._unidentified: set[WatchTarget] = set()

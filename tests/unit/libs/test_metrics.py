@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry
 
+from libs.errors import InternalError
 from libs.obs.metrics import (
     EngineMetrics,
     GatewayMetrics,
@@ -15,6 +18,7 @@ from libs.obs.metrics import (
     TelemetryMetrics,
     WorkerMetrics,
     render,
+    serve_metrics,
 )
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -50,6 +54,16 @@ def test_how_requests_end_is_a_series_before_any_has_ended() -> None:
     for name in ("requests_ended", "prompt_tokens", "completion_tokens"):
         for status in ("stop", "length", "aborted", "rejected", "error"):
             assert f'octavo_gateway_{name}_total{{status="{status}"}} 0.0' in text
+
+
+def test_a_port_that_is_taken_is_told_in_a_sentence() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+
+        with pytest.raises(InternalError, match=f"port {port}: .*metrics_port"):
+            serve_metrics(CollectorRegistry(), port)
 
 
 def test_an_engine_that_is_forgotten_leaves_no_series() -> None:

@@ -21,7 +21,9 @@ KEY = PlacementKey((1, "a"))
 
 @pytest.fixture
 def directory() -> EngineDirectory:
-    return EngineDirectory(report_lag_seconds=0.02, load_stale_seconds=10.0, max_hashes_per_engine=1000)
+    return EngineDirectory(
+        report_lag_seconds=0.02, load_stale_seconds=10.0, max_hashes_per_engine=1000, max_hashes=10_000
+    )
 
 
 def facts_of(directory: EngineDirectory, now: float = 0.0) -> EngineFacts:
@@ -221,7 +223,9 @@ def test_expected_cached_tokens_leave_one_to_compute(directory: EngineDirectory)
 
 
 def test_hashes_over_the_bound_are_counted_as_left_out() -> None:
-    directory = EngineDirectory(report_lag_seconds=0.02, load_stale_seconds=10.0, max_hashes_per_engine=3)
+    directory = EngineDirectory(
+        report_lag_seconds=0.02, load_stale_seconds=10.0, max_hashes_per_engine=3, max_hashes=10_000
+    )
 
     directory.apply(target(), snapshot(ENGINE, hashes=chain(5)), 0.0)
 
