@@ -160,7 +160,7 @@ class GatewayMetrics:
         )
         self.audit_records_dropped = Counter(
             "octavo_gateway_audit_records_dropped",
-            "Audit records lost because the spool was full.",
+            "Audit records lost: the spool was full, or telemetry refused them.",
             registry=registry,
         )
         self.limit_refusals = Counter(

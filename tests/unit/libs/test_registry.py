@@ -160,6 +160,17 @@ async def test_a_key_that_is_no_hash_is_left_out(redis: Redis) -> None:
     assert await nodes.list_nodes() == [_NODE]
 
 
+async def test_bytes_that_are_no_text_hide_no_node(redis: Redis, valkey_url: str) -> None:
+    nodes = NodeRegistry(redis)
+    await nodes.renew(_NODE, 60)
+    raw = Redis.from_url(valkey_url)
+    await raw.sadd("gpu_cluster_nodes", b"\xff\xfe", "stranger")
+    await raw.hset("gpu_cluster_nodes:stranger", mapping={b"node_id": b"\xff", b"address": b"\x80"})
+    await raw.aclose()
+
+    assert await nodes.list_nodes() == [_NODE]
+
+
 async def test_the_manifest_has_the_documented_fields(redis: Redis) -> None:
     await PrefixRegistry(redis).write_manifest([ManifestEntry(_ONE, "engine-0", (4, 5), 12.5)])
 
