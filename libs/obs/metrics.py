@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
@@ -23,7 +23,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, RestrictedRegistry
 from prometheus_client.samples import Sample
 
 from libs.errors import InternalError
@@ -510,10 +510,9 @@ def serve_metrics(
     """
     if port == 0:
         return None
-    if before_scrape is not None:
-        registry.register(_BeforeScrape(before_scrape))
+    served = registry if before_scrape is None else _FreshRegistry(registry, before_scrape)
     try:
-        server, _ = start_http_server(port, registry=registry)
+        server, _ = start_http_server(port, registry=served)
     except (OSError, OverflowError) as error:
         raise InternalError(
             f"Metrics cannot be served on port {port}: {error}; set another metrics_port."
@@ -521,12 +520,18 @@ def serve_metrics(
     return server
 
 
-class _BeforeScrape(Collector):
-    """A collector without metrics that runs a function first."""
+class _FreshRegistry(CollectorRegistry):
+    """A registry that runs a function before anything of it is read."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, registry: CollectorRegistry, function: Callable[[], None]) -> None:
+        super().__init__()
+        self._registry = registry
         self._function = function
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterator[Metric]:
         self._function()
-        return ()
+        yield from self._registry.collect()
+
+    def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
+        self._function()
+        return self._registry.restricted_registry(names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -64,6 +65,26 @@ def test_a_port_that_is_taken_is_told_in_a_sentence() -> None:
 
         with pytest.raises(InternalError, match=f"port {port}: .*metrics_port"):
             serve_metrics(CollectorRegistry(), port)
+
+
+@pytest.mark.parametrize("query", ["", "?name[]=octavo_engine_running_requests"])
+def test_a_scrape_shows_what_is_now_and_not_what_was_at_the_last(query: str) -> None:
+    metrics = EngineMetrics(CollectorRegistry())
+    running = iter((3, 0))
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    server = serve_metrics(
+        metrics.registry, port, before_scrape=lambda: metrics.running_requests.set(next(running))
+    )
+    assert server is not None
+
+    shown = [urlopen(f"http://127.0.0.1:{port}/metrics{query}").read().decode() for _ in range(2)]
+    server.shutdown()
+    server.server_close()
+
+    found = [re.findall(r"^octavo_engine_running_requests (\S+)$", text, re.MULTILINE) for text in shown]
+    assert found == [["3.0"], ["0.0"]]
 
 
 def test_an_engine_that_is_forgotten_leaves_no_series() -> None:

@@ -236,6 +236,17 @@ async def test_clearing_takes_all_rows_of_one_node_only(redis: Redis) -> None:
     assert await redis.keys("*") == [f"prompt_cache_manifest:{_ONE.hex()}:engine-10"]
 
 
+@pytest.mark.parametrize("node_id", ["host:1", "*", "[a-z]", "engine-?", "back\\slash"])
+async def test_a_name_is_no_pattern_and_no_ending_of_another(redis: Redis, node_id: str) -> None:
+    prefixes = PrefixRegistry(redis)
+    others = {"e", "engine-1", f"other:{node_id}"}
+    await prefixes.write_manifest([ManifestEntry(_ONE, name, (1,), 1.0) for name in (*others, node_id)])
+
+    await prefixes.clear_manifest(node_id)
+
+    assert set(await redis.keys("*")) == {f"prompt_cache_manifest:{_ONE.hex()}:{name}" for name in others}
+
+
 @pytest.mark.parametrize("scheme", ["tcp", "unix"])
 async def test_a_store_that_is_away_is_one_error_of_ours(tmp_path: Path, scheme: str) -> None:
     url = "redis://127.0.0.1:1" if scheme == "tcp" else f"unix://{tmp_path}/nobody.sock"
