@@ -355,7 +355,10 @@ class EngineMetrics:
             "octavo_engine_preemptions", "Requests that gave up their blocks.", registry=registry
         )
         self.requests_ended = Counter(
-            "octavo_engine_requests_ended", "Requests by how they ended.", ["status"], registry=registry
+            "octavo_engine_requests_ended",
+            "Sequences by how they ended, one for each choice of a request.",
+            ["status"],
+            registry=registry,
         )
         self.queue_seconds = Histogram(
             "octavo_engine_queue_seconds",
