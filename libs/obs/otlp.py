@@ -7,9 +7,10 @@ is away is dropped.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from opentelemetry import trace
@@ -30,6 +31,8 @@ _SEND_INTERVAL_MILLIS: Final = 1_000
 _SEND_TIMEOUT_SECONDS: Final = 2.0
 # Less than any tier may take to end. A queue that is full takes a second where somebody takes it.
 _CLOSE_SECONDS: Final = 3.0
+# Between two events that tell that spans were not sent.
+_QUIET_SECONDS: Final = 60.0
 _KINDS: Final = {
     SpanKind.SERVER: trace.SpanKind.SERVER,
     SpanKind.CLIENT: trace.SpanKind.CLIENT,
@@ -129,10 +132,21 @@ class _OtlpSpan:
 
 
 class _FailureLog(logging.Handler):
-    """Tells of the SDK's warnings in our log, where they would be lines of another shape."""
+    """Tells of the SDK's warnings in our log, where they would be lines of another shape.
+
+    While an endpoint is away there is one for each second; so many say no more than one a minute.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._monotonic = monotonic
+        self._quiet_until = -math.inf
 
     def emit(self, record: logging.LogRecord) -> None:
-        _log.warning("spans were not sent", detail=record.getMessage())
+        now = self._monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + _QUIET_SECONDS
+            _log.warning("spans were not sent", detail=record.getMessage())
 
 
 def _tell_of_failures() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import sys
@@ -70,3 +71,17 @@ def test_an_endpoint_that_takes_nothing_does_not_keep_a_process_from_its_end(
         tracer.close()
 
     assert "spans were left unsent" in [entry["event"] for entry in logs]
+
+
+def test_an_endpoint_that_stays_away_is_told_once_a_minute() -> None:
+    now = 1_000.0
+    handler = otlp._FailureLog(lambda: now)
+    failure = logging.LogRecord("opentelemetry", logging.WARNING, "", 0, "Failed to export", None, None)
+
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3_600):
+            handler.emit(failure)
+            now += 1.0
+
+    assert len(logs) == 60
+    assert logs[0]["detail"] == "Failed to export"
