@@ -29,8 +29,8 @@ _log = get_logger("tracing")
 _MAX_QUEUED_SPANS: Final = 8_192
 _SEND_INTERVAL_MILLIS: Final = 1_000
 _SEND_TIMEOUT_SECONDS: Final = 2.0
-# Less than any tier may take to end. A queue that is full takes a second where somebody takes it.
-_CLOSE_SECONDS: Final = 3.0
+# Less than any tier may take to end. A full queue takes part of a second where somebody takes it.
+_CLOSE_SECONDS: Final = 2.0
 # Between two events that tell that spans were not sent.
 _QUIET_SECONDS: Final = 60.0
 _KINDS: Final = {

@@ -295,4 +295,4 @@ class EngineDirectory:
 
     def _take_load(self, entry: _Entry, load: EngineLoad, now: float) -> None:
         entry.state, entry.load, entry.load_received_at = load.state, load, now
-        entry.placed.on_report(now)
+        entry.placed.on_report(now, load.num_running_requests + load.num_waiting_requests)
