@@ -195,7 +195,7 @@ class RouterUnderTest:
             report_lag_seconds=self.config.report_lag_seconds,
             load_stale_seconds=self.config.load_stale_seconds,
             max_hashes_per_engine=self.config.max_hashes_per_engine,
-            max_hashes=10_000,
+            max_hashes=self.config.max_hashes,
         )
         self.metrics = RouterMetrics(CollectorRegistry())
         self.placement = Placement(
