@@ -22,7 +22,7 @@ from services.gateway.generation_options import (
     parse_generation_options,
 )
 from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES, ModelFacts, read_model_name, with_tools
-from services.gateway.openai_values import checked_json
+from services.gateway.openai_values import schema_text
 from services.gateway.prompts import ChatPrompt
 from services.gateway.reasoning_fields import check_reasoning_limit, switch_variables
 from services.gateway.tools import (
@@ -358,7 +358,7 @@ def _turns(message: Message, path: str) -> Iterator[ChatMessage]:
                 thoughts.append(block.thinking)
             case ToolUseBlock():
                 place = f"{path}.content[{index}]"
-                arguments = checked_json(block.input, f"{place}.input")
+                arguments = schema_text(block.input, f"{place}.input")
                 calls.append(make_tool_call(block.id, block.name, arguments, place))
             case ToolResultBlock():
                 if texts:

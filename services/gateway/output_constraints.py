@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
 from services.gateway.openai_fields import check_structured_outputs
-from services.gateway.openai_values import checked_json
+from services.gateway.openai_values import schema_text
 
 # The converter is Python: it takes a few microseconds for each, while nobody else gets the event loop.
 MAX_GBNF_CHARACTERS: Final = 16_384
@@ -178,7 +178,7 @@ def _lark_of(grammar: str) -> str:
 
 
 def _schema_grammar(schema: Mapping[str, Any], param: str) -> Grammar:
-    return Grammar(GrammarForm.JSON_SCHEMA, (checked_json(schema, param),))
+    return Grammar(GrammarForm.JSON_SCHEMA, (schema_text(schema, param),))
 
 
 def _refuse_others(value: Mapping[str, Any], known: set[str], path: str) -> None:

@@ -19,7 +19,7 @@ from msgspec import Meta
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm, check_grammar
 from libs.text import ChatMessage, ToolCall
-from services.gateway.openai_values import checked_json
+from services.gateway.openai_values import schema_text
 
 MAX_TOOLS: Final = 128
 MAX_DESCRIPTION_CHARACTERS: Final = 8192
@@ -231,10 +231,13 @@ def _check_arguments(arguments: Any, path: str) -> None:
         found = None
     if not isinstance(found, dict):
         raise InvalidRequest(f"'{path}' must be a JSON object as a string.", param=path)
-    checked_json(found, path)
     try:
+        # It writes values of some 250 levels at most, which is also what templates can look into.
+        orjson.dumps(found)
         # As it is read for templates: whole numbers stay whole, and so are bounded in length.
         json.loads(arguments)
+    except TypeError as error:
+        raise InvalidRequest(f"'{path}' is nested too deep; at most 250 levels are taken.", param=path) from error
     except ValueError as error:
         raise InvalidRequest(f"'{path}' has a number of too many digits.", param=path) from error
 
@@ -283,8 +286,11 @@ def _parameters(value: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or value.get("type", "object") != "object":
         raise InvalidRequest(f"'{path}' must be a JSON schema of the type 'object'.", param=path)
     parameters = {"type": "object"} | value
+    text = schema_text(parameters, path)
     try:
-        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (checked_json(parameters, path),)))
+        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (text,)))
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param=path) from error
-    return parameters
+    # An integer of more than 64 bits is a float from here on, as compilers of grammars read it.
+    as_read: dict[str, Any] = orjson.loads(text)
+    return as_read
