@@ -504,13 +504,14 @@ def render(registry: CollectorRegistry) -> bytes:
 def serve_metrics(
     registry: CollectorRegistry,
     port: int,
-    listen_address: str,
+    listen_address: str = "",
     *,
     before_scrape: Callable[[], None] | None = None,
 ) -> WSGIServer | None:
     """Serve ``/metrics`` from a thread of its own; port 0 serves nothing.
 
-    Whoever reaches the process at its ``listen_address`` reaches its metrics, and nobody else.
+    Whoever reaches the process at its ``listen_address`` reaches its metrics, and nobody else; without
+    one, and for a Unix socket, only this machine does.
     ``before_scrape`` brings gauges up to date, so that they are true also while nothing happens.
 
     Raises:
@@ -529,7 +530,6 @@ def serve_metrics(
 
 
 def _host_of(listen_address: str) -> str:
-    """Return the host of ``host:port``; of a Unix socket it is this machine."""
     if listen_address.startswith("unix:"):
         return "127.0.0.1"
     return listen_address.rpartition(":")[0].strip("[]") or "127.0.0.1"
