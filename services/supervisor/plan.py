@@ -199,7 +199,7 @@ class _Planner:
             flags["quantization"] = self._config.quantization
         return dataclasses.replace(
             self._grpc_process("worker", name, flags, StopStage.WORKER, 15.0, niceness=0),
-            # A worker that is stopped keeps its connections, and other ranks cannot do without it.
+            # Other ranks cannot do without it, and one that drains takes no calls.
             silence_limit_seconds=self._config.worker_silence_seconds,
         )
 
@@ -293,6 +293,8 @@ class _Planner:
             niceness=self._config.background_nice if niceness is None else niceness,
             stop_stage=stop_stage,
             stop_grace_seconds=stop_grace_seconds,
+            # A process that is stopped keeps its connections and never ends by itself.
+            silence_limit_seconds=self._config.process_silence_seconds,
         )
 
     def _address(self, name: str) -> str:

@@ -176,6 +176,11 @@ class Scheduler:
         refusals, self._refusals = dict(self._refusals), Counter()
         return refusals
 
+    def owner_of(self, request_id: str) -> int | None:
+        """Return the stream that asked for an open request, or None when there is none."""
+        choices = self._sequences.get(request_id)
+        return choices[0].request.owner if choices else None
+
     def page_table(self, request_id: str) -> tuple[PageTableRow, ...]:
         """Return where the computed tokens of a request lie: one row for each token of each running choice."""
         rows: list[PageTableRow] = []

@@ -182,6 +182,18 @@ def test_ranks_are_workers_of_their_engine_in_order_and_share_what_there_is() ->
         assert worker.silence_limit_seconds == 7
 
 
+def test_who_is_asked_for_signs_of_life_may_be_silent_for_so_long() -> None:
+    plan = _plan("--worker-silence-seconds", "7", "--process-silence-seconds", "9")
+
+    limits = {process.name: process.silence_limit_seconds for process in plan.processes}
+    assert {name: limit for name, limit in limits.items() if limit is not None} == {
+        "worker-0": 7,
+        "router": 9,
+        "engine-0": 9,
+        "telemetry": 9,
+    }
+
+
 def test_what_the_user_says_about_cores_and_memory_stands() -> None:
     keys = (TierKey("worker", "kv_cache_memory_fraction", "the environment"),)
 
