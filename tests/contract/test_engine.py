@@ -14,7 +14,15 @@ import pytest
 from google.rpc import status_pb2
 from prometheus_client import CollectorRegistry
 
-from libs.errors import DeadlineExceeded, Draining, EngineLost, InvalidLogits, InvalidRequest, WorkerLost
+from libs.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineLost,
+    InternalError,
+    InvalidLogits,
+    InvalidRequest,
+    WorkerLost,
+)
 from libs.obs.metrics import EngineMetrics
 from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
 from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
@@ -448,6 +456,37 @@ async def test_an_abort_reaches_requests_of_its_own_stream_only() -> None:
     assert isinstance(end, generation_pb2.Finished)
     assert end.reason == generation_pb2.FINISH_REASON_LENGTH
     assert owner.tokens_of("a") == continuation(PROMPT, 20)
+
+
+async def test_a_stream_whose_commands_cannot_be_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take requests and answer none."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    async with running_engine() as engine:
+        monkeypatch.setattr(engine.loop, "submit", fail)
+        async with open_stream(engine.generation.Generate, on_lost=EngineLost) as stream:
+            gateway = Gateway(stream)
+            await gateway.submit("a", PROMPT, 5)
+            with pytest.raises(InternalError, match="a fault of ours"):
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await gateway.read()
+
+
+async def test_an_answer_that_cannot_be_read_is_the_loss_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a worker of another version: nobody waits for the step's time to run out."""
+    async with running_engine(step_timeout_seconds=600.0) as engine, engine.gateway() as gateway:
+
+        def fail(*_: object) -> None:
+            raise ValueError("a field of the future")
+
+        monkeypatch.setattr("services.engine.wire.step_result_of", fail)
+        await gateway.submit("a", PROMPT, 5)
+        end = await gateway.end_of("a")
+
+    assert isinstance(end, generation_pb2.Failed)
+    assert isinstance(error_from_status(end.status), WorkerLost)
 
 
 async def test_a_request_that_leaves_the_queue_costs_nothing() -> None:

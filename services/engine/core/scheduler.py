@@ -21,6 +21,7 @@ from libs.errors import (
     InternalError,
     OctavoError,
     Overloaded,
+    UnavailableError,
 )
 from services.engine.core.admission_rules import (
     AdmissionRule,
@@ -695,8 +696,8 @@ class Scheduler:
 
     def _end_failed(self, slot: int, error: OctavoError, now: float) -> SequenceEnd:
         # Nobody knows where numbers went wrong: no block of this sequence may be found again. What a client asked
-        # for spoils none, and must not cost others their prefix.
-        if not isinstance(error, ClientError):
+        # for, or a busy worker, spoils none, and must not cost others their prefix.
+        if not isinstance(error, ClientError | UnavailableError):
             self._manager.forget(slot)
         return self._end(self._table.sequence_at(slot), now, error=error)
 

@@ -329,6 +329,25 @@ def test_no_block_of_a_sequence_with_invalid_logits_stays_cached() -> None:
     assert list(watched.scheduler.kv_cache.cached_hashes()) == []
 
 
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("No token may come next."), Overloaded("The grammar is late.", retry_after_seconds=1.0)],
+    ids=lambda error: type(error).__name__,
+)
+def test_blocks_of_a_sequence_that_failed_for_another_reason_stay_cached(error: OctavoError) -> None:
+    scheduler = Scheduler(_CONFIG)
+    scheduler.add(make_request("a", range(100)), 0.0)
+    while (output := scheduler.schedule(0.0)) is not None and not output.is_sampled.any():
+        scheduler.apply(_result(output.step_id, [], []), 1.0)
+    num_cached = len(list(scheduler.kv_cache.cached_hashes()))
+    assert output is not None
+    result = _result(output.step_id, [], [])
+
+    scheduler.apply(replace(result, failures=(SlotFailure(0, error),)), 1.0)
+
+    assert len(list(scheduler.kv_cache.cached_hashes())) >= num_cached > 0
+
+
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_the_token_that_failed_counts_neither_as_output_nor_as_discarded(max_steps_in_flight: int) -> None:
     watched = _watched(max_steps_in_flight=max_steps_in_flight)
