@@ -88,6 +88,7 @@ def request_from_submit(submit: generation_pb2.Submit, *, owner: int, now: float
             ignore_eos=params.ignore_eos,
         ),
         sampling_params=params,
+        num_params_bytes=params.ByteSize(),
         tenant_id=submit.tenant_id,
         priority=submit.priority,
         cache_salt=submit.cache_salt,

@@ -280,3 +280,10 @@ def test_a_mask_is_not_written_beyond_its_end(model_text: ModelText) -> None:
 
     assert np.array_equal(memory[:-2], whole[:-2])
     assert memory[-2:].tolist() == [7, 7]
+
+
+def test_a_choice_is_bounded_as_a_whole(compiler: GrammarCompiler) -> None:
+    literals = tuple(f"{number:04d}" + "x" * 4000 for number in range(66))
+
+    with pytest.raises(InvalidRequest, match="A choice as a whole has 1 to 262144 characters"):
+        compiler.compile(Grammar(GrammarForm.CHOICE, literals))

@@ -379,6 +379,26 @@ def test_a_failure_says_what_went_wrong() -> None:
     assert [end.error for end in events.ends] == [error]
 
 
+@pytest.mark.parametrize(("num_params_bytes", "max_bytes"), [(0, 650), (1_000_000, 2_000_700)])
+def test_a_step_tells_of_no_more_than_a_message_holds(
+    monkeypatch: pytest.MonkeyPatch, num_params_bytes: int, max_bytes: int
+) -> None:
+    """All choices could join in one step, each with its prompt and its grammar; no message would hold that."""
+    monkeypatch.setattr("services.engine.core.scheduler._MAX_JOINING_BYTES", max_bytes)
+    scheduler = Scheduler(replace(_CONFIG, max_waiting_sequences=8))
+    request = make_request("a", range(60), max_output_tokens=2, prior_outputs=[[]] * 4)
+    scheduler.add(replace(request, num_params_bytes=num_params_bytes), 0.0)
+
+    joined = []
+    while (output := scheduler.schedule(0.0)) is not None:
+        joined.append(len(output.new_sequences))
+        sampled = output.slots[output.is_sampled].tolist()
+        scheduler.apply(_result(output.step_id, sampled, [5] * len(sampled)), 1.0)
+
+    assert joined[:3] == [1, 2, 1]
+    assert not scheduler.has_work
+
+
 # ---- steps in flight ----
 
 
