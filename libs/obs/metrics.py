@@ -26,6 +26,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from libs.errors import InternalError
+
 # Each counter's time of birth would be half of what a scrape sends, and nothing here reads it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -477,12 +479,20 @@ def serve_metrics(
     """Serve ``/metrics`` from a thread of its own; port 0 serves nothing.
 
     ``before_scrape`` brings gauges up to date, so that they are true also while nothing happens.
+
+    Raises:
+        InternalError: the port cannot be had.
     """
     if port == 0:
         return None
     if before_scrape is not None:
         registry.register(_BeforeScrape(before_scrape))
-    server, _ = start_http_server(port, registry=registry)
+    try:
+        server, _ = start_http_server(port, registry=registry)
+    except (OSError, OverflowError) as error:
+        raise InternalError(
+            f"Metrics cannot be served on port {port}: {error}. Choose another metrics_port for each process."
+        ) from error
     return server
 
 
