@@ -16,7 +16,7 @@ from services.engine import wire
 from services.engine.loop import EngineLoop
 from services.engine.outbox import Outbox
 
-_log = get_logger("engine_servicer")
+_log = get_logger("servicer")
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -67,9 +67,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         except OctavoError as error:
             outbox.close(error)
         except Exception as error:
-            # A stream that nobody reads would take requests and answer none.
-            _log.exception("gateway's stream cannot be read")
-            outbox.close(InternalError(f"The stream cannot be read: {type(error).__name__}: {error}"))
+            # A stream that nobody reads any more must not look alive.
+            _log.exception("gateway's stream failed", error=str(error))
+            outbox.close(InternalError("The engine could not read the gateway's stream."))
 
 
 class _SendStamps:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
-import orjson
 from msgspec import Meta
 
 from libs.errors import InvalidRequest, UnsupportedField
@@ -357,7 +356,7 @@ def _turns(message: Message, path: str) -> Iterator[ChatMessage]:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
-                arguments = orjson.dumps(block.input).decode()
+                arguments = msgspec.json.encode(block.input).decode()
                 calls.append(make_tool_call(block.id, block.name, arguments, f"{path}.content[{index}]"))
             case ToolResultBlock():
                 if texts:

@@ -274,8 +274,11 @@ def _parameters(value: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or value.get("type", "object") != "object":
         raise InvalidRequest(f"'{path}' must be a JSON schema of the type 'object'.", param=path)
     parameters = {"type": "object"} | value
+    text = schema_text(parameters, path)
     try:
-        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (schema_text(parameters, path),)))
+        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (text,)))
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param=path) from error
-    return parameters
+    # An integer of more than 64 bits is a float from here on, as compilers of grammars read it.
+    as_read: dict[str, Any] = orjson.loads(text)
+    return as_read
