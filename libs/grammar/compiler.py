@@ -56,6 +56,12 @@ class CompiledGrammar:
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
         """Write which tokens may come next, packed, ``[num_words]``; none when the work exceeds the limits."""
+        if len(mask) < self._num_words:
+            # A tokenizer may have more tokens than the model; llguidance writes a bit for each of them.
+            whole = np.zeros(self._num_words, dtype=np.int32)
+            self.fill_mask(whole)
+            mask[:] = whole[: len(mask)]
+            return
         # A model's vocabulary is often padded beyond what its tokenizer has tokens for.
         mask[self._num_words :] = 0
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * mask.itemsize)

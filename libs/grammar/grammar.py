@@ -71,6 +71,7 @@ def check_grammar(grammar: Grammar) -> None:
                 raise InvalidRequest(f"A choice has 1 to {MAX_LITERALS} strings, not {len(grammar.texts)}.")
             for literal in grammar.texts:
                 _require_length("Each string of a choice", literal, MAX_LITERAL_CHARACTERS)
+            _require_length("A choice as a whole", "".join(grammar.texts), MAX_GRAMMAR_CHARACTERS)
 
 
 def _require_length(subject: str, text: str, max_characters: int) -> None:
