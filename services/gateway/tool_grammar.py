@@ -14,7 +14,7 @@ import orjson
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm
-from libs.grammar.compiler import JSON_OPTIONS
+from libs.grammar.compiler import compiler_schema, lark_literal
 from services.gateway.model_formats.format import CallGrammar, Vocabulary
 from services.gateway.model_formats.model_format import ModelFormat
 from services.gateway.model_formats.reasoning import ReasoningFormat, ReasoningState
@@ -48,7 +48,7 @@ def tool_constraint(use: ToolUse, model_format: ModelFormat) -> OutputConstraint
     if calls is None:
         _require_free_calls(use, tools.name)
         return None
-    schemas = [orjson.dumps(dict(tool.parameters) | {"x-guidance": JSON_OPTIONS}) for tool in use.callable_tools]
+    schemas = [orjson.dumps(compiler_schema(tool.parameters)) for tool in use.callable_tools]
     arguments = [f"{rule}: %json {schema.decode()}" for (_, rule), schema in zip(named, schemas, strict=True)]
     answer = _required(calls, model_format.vocabulary) if use.choice is ToolChoice.REQUIRED else None
     rules = answer or _possible(calls, model_format.vocabulary)
@@ -152,12 +152,12 @@ def _answer(grammar: Grammar | None) -> Sequence[str]:
         return ["reasoned_answer: TEXT", _TEXT_RULE]
     match grammar.form:
         case GrammarForm.JSON_SCHEMA:
-            schema = orjson.loads(grammar.text) | {"x-guidance": JSON_OPTIONS}
+            schema = compiler_schema(orjson.loads(grammar.text))
             return [f"reasoned_answer: %json {orjson.dumps(schema).decode()}"]
         case GrammarForm.REGEX:
             return [f"reasoned_answer: /{llguidance.regex_to_lark(grammar.text, 'd')}/"]
         case GrammarForm.CHOICE:
-            return ["reasoned_answer: " + " | ".join(orjson.dumps(literal).decode() for literal in grammar.texts)]
+            return ["reasoned_answer: " + " | ".join(map(lark_literal, grammar.texts))]
         case GrammarForm.LARK:
             text = grammar.text.removeprefix(_HEADER).lstrip()
             if text.startswith(_OWN_NOTE):
