@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
-import orjson
 from msgspec import Meta
 
 from libs.errors import InvalidRequest, UnsupportedField
@@ -84,9 +83,6 @@ class ToolUseBlock(_Block, tag="tool_use", frozen=True):
     input: dict[str, Any]
     cache_control: CacheControl | None = None
     caller: None = None
-
-
-TextBlocks = Annotated[list[TextBlock], Meta(min_length=1, max_length=MAX_CONTENT_PARTS)]
 
 
 class ToolResultBlock(_Block, tag="tool_result", frozen=True):
@@ -168,7 +164,7 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | TextBlocks | None = None
+    system: str | Annotated[list[TextBlock], Meta(max_length=MAX_CONTENT_PARTS)] | None = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AutoChoice | AnyChoice | ToolChoiceBody | NoChoice | None = None
     thinking: ThinkingOn | ThinkingAdaptive | ThinkingOff | None = None
@@ -274,7 +270,7 @@ def parse_token_count(body: Mapping[str, Any], model: ModelFacts) -> ChatPrompt:
 def _prompt(body: CountTokensBody, model: ModelFacts) -> ChatPrompt:
     """Return the turns; those of one side in a row are one, and the answer goes on with the assistant's last."""
     turns: list[ChatMessage] = []
-    if body.system is not None:
+    if body.system is not None and body.system != []:
         turns.append(ChatMessage(role="system", content=_text(body.system)))
     for index, message in enumerate(body.messages):
         for turn in _turns(message, f"messages[{index}]"):
@@ -357,8 +353,8 @@ def _turns(message: Message, path: str) -> Iterator[ChatMessage]:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
-                arguments = orjson.dumps(block.input).decode()
-                calls.append(make_tool_call(block.id, block.name, arguments, f"{path}.content[{index}]"))
+                place = f"{path}.content[{index}]"
+                calls.append(make_tool_call(block.id, block.name, block.input, place, arguments_name="input"))
             case ToolResultBlock():
                 if texts:
                     yield ChatMessage(message.role, "\n".join(texts))

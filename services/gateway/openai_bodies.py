@@ -59,7 +59,7 @@ from services.gateway.openai_fields import (
     NEUTRAL_VALUES,
     NeutralField,
 )
-from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES, ModelFacts
+from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_TOOL_NAME_CHARACTERS, ModelFacts
 from services.gateway.openai_text_schema import MAX_PROMPTS
 from services.gateway.reasoning_fields import (
     EFFORTS,
@@ -146,6 +146,7 @@ def body_parts() -> dict[str, JsonSchema]:
             {
                 "content": _content(),
                 "tool_call_id": _STRING | {"description": "The call before it that this answers."},
+                "name": _nullable(_text(0, MAX_TOOL_NAME_CHARACTERS), "The function's, which some templates read."),
             },
             required=("content", "tool_call_id"),
         ),
@@ -322,17 +323,18 @@ def _assistant_message() -> JsonSchema:
     message = _message(
         ("assistant",),
         {
-            "content": _nullable(_content(), "What it said."),
+            "content": _nullable({"anyOf": [_content(), {"const": []}]}, "What it said."),
             "tool_calls": _nullable(calls, "What it called."),
             "reasoning_content": _nullable(_STRING, "What it thought."),
             "reasoning": _nullable(_STRING, "The same, as newer versions of vLLM name it."),
         },
         required=(),
     )
-    # A message that calls tools need not say anything.
-    says = {"required": ["content"], "properties": {"content": {"not": _NULL}}}
+    # A message that calls tools need not say anything, nor one that was cut while it was thought of.
+    says = {"required": ["content"], "properties": {"content": {"not": {"enum": [None, []]}}}}
     acts = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
-    return message | {"anyOf": [says, acts]}
+    thinks = [{"required": [name], "properties": {name: _STRING}} for name in ("reasoning_content", "reasoning")]
+    return message | {"anyOf": [says, acts, *thinks]}
 
 
 def _tool_call() -> JsonSchema:
@@ -341,10 +343,10 @@ def _tool_call() -> JsonSchema:
             "name": _function_name(),
             "parsed_arguments": {"description": "Made of the arguments by a client; it changes nothing."},
             "arguments": {
-                "type": "string",
-                "pattern": r"^\s*\{",
+                "type": ["string", "object"],
+                "pattern": r"^\s*(\{|$)",
                 "contentMediaType": "application/json",
-                "description": "A JSON object.",
+                "description": "A JSON object as text, none for an empty one; or the object itself.",
             },
         },
         ("name", "arguments"),

@@ -200,7 +200,7 @@ NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, NeutralField]] = {
 # What messages of some roles have beside what all have.
 MESSAGE_FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "assistant": frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning"}),
-    "tool": frozenset({"role", "content", "tool_call_id"}),
+    "tool": frozenset({"role", "content", "tool_call_id", "name"}),
 }
 
 

@@ -42,6 +42,7 @@ from services.gateway.tools import ToolUse, check_results, make_tool_use, read_c
 MAX_MESSAGES: Final = 2048
 MAX_CONTENT_PARTS: Final = 2048
 MAX_MODEL_NAME_CHARACTERS: Final = 64
+MAX_TOOL_NAME_CHARACTERS: Final = 256
 
 # By role, the one that templates know.
 _ROLES: Final = {
@@ -143,18 +144,12 @@ def parse_chat_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidCh
 def with_tools(
     options: GenerationOptions, prompt: ChatPrompt, tools: ToolUse, model: ModelFacts
 ) -> tuple[GenerationOptions, ChatPrompt]:
-    """Return a request in which the model is told of tools and its answer is held to their calls.
+    """Return a request in which the model is told of tools and its answer is held to their calls, or to its form.
 
     Raises:
-        UnsupportedField: the answer has a form already, or this model cannot be held so.
+        UnsupportedField: this model cannot be held so.
     """
-    if options.constraint is not None:
-        raise UnsupportedField(
-            f"{options.constraint.param!r} and 'tools' cannot both constrain the answer; with 'tool_choice' 'none' "
-            "the form holds.",
-            param="tools",
-        )
-    constraint = tool_constraint(tools, model.format)
+    constraint = tool_constraint(tools, model.format, options.constraint)
     told = tuple(tool.as_value() for tool in tools.tools)
     return (
         dataclasses.replace(options, constraint=constraint, tools=tools),
@@ -240,14 +235,25 @@ def _message(message: Any, path: str) -> ChatMessage:
         raise InvalidRequest(f"'{path}.role' must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
     check_message_fields(message, role, path)
     calls = read_tool_calls(message.get("tool_calls"), f"{path}.tool_calls") if role == "assistant" else ()
-    # A message that calls tools need not say anything.
-    has_content = not calls or message.get("content") is not None
-    content = _content(message.get("content"), f"{path}.content") if has_content else ""
-    call_id = message.get("tool_call_id")
-    if role == "tool" and not isinstance(call_id, str):
-        raise InvalidRequest(f"'{path}.tool_call_id' must be a string.", param=f"{path}.tool_call_id")
     reasoning = _reasoning(message, path) if role == "assistant" else None
-    return ChatMessage(_ROLES[role], content, tool_calls=calls, tool_call_id=call_id, reasoning=reasoning)
+    # A message that calls tools need not say anything, nor one that was cut while it was thought of.
+    is_silent = bool(calls or reasoning is not None) and message.get("content") in (None, [])
+    content = "" if is_silent else _content(message.get("content"), f"{path}.content")
+    call_id, name = _answered(message, path) if role == "tool" else (None, None)
+    return ChatMessage(_ROLES[role], content, name, tool_calls=calls, tool_call_id=call_id, reasoning=reasoning)
+
+
+def _answered(message: Mapping[str, Any], path: str) -> tuple[str, str | None]:
+    """Return the call that a tool's result answers, and the function's name, which some clients repeat."""
+    call_id, name = message.get("tool_call_id"), message.get("name")
+    if not isinstance(call_id, str):
+        raise InvalidRequest(f"'{path}.tool_call_id' must be a string.", param=f"{path}.tool_call_id")
+    if name is not None and (not isinstance(name, str) or len(name) > MAX_TOOL_NAME_CHARACTERS):
+        raise InvalidRequest(
+            f"'{path}.name' must be a string of at most {MAX_TOOL_NAME_CHARACTERS} characters.",
+            param=f"{path}.name",
+        )
+    return call_id, name
 
 
 def _reasoning(message: Mapping[str, Any], path: str) -> str | None:

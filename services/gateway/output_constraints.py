@@ -32,6 +32,8 @@ class OutputConstraint:
 
     grammar: Grammar
     param: str
+    # A form that is part of the grammar, so that it is told which of the two cannot be enforced.
+    form: OutputConstraint | None = None
 
 
 def parse_output_constraint(body: Mapping[str, Any]) -> OutputConstraint | None:
