@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from libs.errors import InvalidRequest
 from libs.grammar.grammar import Grammar, GrammarForm, check_grammar
-from libs.grammar.neutral_keywords import without_neutral_keywords
 from libs.grammar.schema_faults import explained
+from libs.grammar.simpler_schema import may_be_simpler, simpler_schema
 from libs.text import Tokenizer
 
 # Between the tokens of JSON: a line break and indentation at most, so that a model cannot go on with white space.
@@ -177,9 +177,12 @@ def _source_of(grammar: Grammar) -> str:
             return matcher.grammar_from_lark("start: " + " | ".join(map(lark_literal, grammar.texts)))
 
 
-def compiler_schema(schema: Mapping[str, Any]) -> dict[str, Any]:  # Any: a JSON document.
-    """Return a schema as the compiler is given it: with its options, without what holds nothing."""
-    return {**without_neutral_keywords(schema), "x-guidance": JSON_OPTIONS}
+def compiler_schema(schema: Mapping[str, Any]) -> str:  # Any: a JSON document.
+    """Return a schema as the compiler is given it, as JSON: with its options, in words that it takes."""
+    text = orjson.dumps({**schema, "x-guidance": JSON_OPTIONS})
+    if may_be_simpler(text):
+        text = orjson.dumps({**simpler_schema(schema), "x-guidance": JSON_OPTIONS})
+    return text.decode()
 
 
 def lark_literal(text: str) -> str:

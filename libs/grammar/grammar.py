@@ -106,7 +106,11 @@ def _check_schema(text: str) -> None:
 
 def _check_schema_in_grammar(schema: Any) -> None:  # Any: a JSON document.
     _check_depth(schema)
-    check_schema_limits(schema)
+    try:
+        check_schema_limits(schema)
+    except TypeError as error:
+        # Such a schema comes as text, and not as a part of a body that was read.
+        raise InvalidRequest("A schema has an integer of more than 64 bits or a lone surrogate.") from error
 
 
 def _check_depth(schema: Any) -> None:

@@ -65,7 +65,7 @@ class TextBlock(_Block, tag="text", frozen=True):
     text: str
     cache_control: CacheControl | None = None
     # As answers have it, so that a client may send them back.
-    citations: None = None
+    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
 class ThinkingBlock(_Block, tag="thinking", frozen=True):
@@ -114,6 +114,8 @@ class ToolBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
+    # Inputs are streamed as they come for every tool.
+    eager_input_streaming: bool | None = None
 
 
 class AutoChoice(_Choice, tag="auto", frozen=True):

@@ -103,7 +103,20 @@ class AnyValue:
         return {"description": "Made of the rest by a client; it changes nothing."}
 
 
-NeutralField: TypeAlias = NeutralValues | AnyValue
+@dataclass(frozen=True, slots=True)
+class AnyText:
+    """Any text of a field that asks for what is done for every request."""
+
+    def __call__(self, value: Any) -> bool:
+        """Tell whether a value is a text, or null."""
+        return isinstance(value, str | None)
+
+    def schema(self) -> dict[str, Any]:
+        """Return the schema of any text."""
+        return {"type": ["string", "null"], "description": "What it asks for is done unasked."}
+
+
+NeutralField: TypeAlias = NeutralValues | AnyValue | AnyText
 
 
 def _kind(value: Any) -> type:
@@ -127,7 +140,8 @@ NEUTRAL_VALUES: Final[Mapping[str, NeutralField]] = {
     "moderation": _NULL,
     "parallel_tool_calls": _one_of(True, False),
     "prediction": _NULL,
-    "prompt_cache_key": _NULL,
+    # Prefixes are kept, and found again, for all requests.
+    "prompt_cache_key": AnyText(),
     "prompt_cache_options": _NULL,
     "prompt_cache_retention": _NULL,
     "reasoning_effort": _one_of("none"),

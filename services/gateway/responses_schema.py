@@ -91,6 +91,10 @@ class FunctionCallItem(_Item, tag="function_call", kw_only=True, frozen=True):
     call_id: _Id
     name: FunctionName
     arguments: str
+    # As OpenAI's clients have them, whether they are set or not.
+    namespace: None = None
+    caller: None = None
+    is_async: None = msgspec.field(default=None, name="async")
 
 
 class FunctionCallOutputItem(_Item, tag="function_call_output", kw_only=True, frozen=True):
@@ -219,7 +223,8 @@ _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "moderation": _one_of(),
     "previous_response_id": _one_of(),
     "prompt": _one_of(),
-    "prompt_cache_key": _one_of(),
+    # Prefixes are kept, and found again, for all requests.
+    "prompt_cache_key": lambda value: isinstance(value, str | None),
     "prompt_cache_options": _one_of(),
     "prompt_cache_retention": _one_of(),
     "service_tier": _one_of("auto", "default"),

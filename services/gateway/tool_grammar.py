@@ -53,8 +53,8 @@ def tool_constraint(
     if calls is None:
         _require_free_calls(use, tools.name)
         return None
-    schemas = [orjson.dumps(compiler_schema(tool.parameters)) for tool in use.callable_tools]
-    arguments = [f"{rule}: %json {schema.decode()}" for (_, rule), schema in zip(named, schemas, strict=True)]
+    schemas = [compiler_schema(tool.parameters) for tool in use.callable_tools]
+    arguments = [f"{rule}: %json {schema}" for (_, rule), schema in zip(named, schemas, strict=True)]
     if use.choice is ToolChoice.REQUIRED:
         rules = _required(calls, model_format.vocabulary)
     elif form is not None:
@@ -179,8 +179,7 @@ def _answer(grammar: Grammar | None, rule: str) -> Sequence[str]:
         return [f"{rule}: TEXT", _TEXT_RULE]
     match grammar.form:
         case GrammarForm.JSON_SCHEMA:
-            schema = compiler_schema(orjson.loads(grammar.text))
-            return [f"{rule}: %json {orjson.dumps(schema).decode()}"]
+            return [f"{rule}: %json {compiler_schema(orjson.loads(grammar.text))}"]
         case GrammarForm.REGEX:
             return [f"{rule}: /{llguidance.regex_to_lark(grammar.text, 'd')}/"]
         case GrammarForm.CHOICE:

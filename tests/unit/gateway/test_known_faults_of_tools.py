@@ -12,7 +12,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from libs.errors import InvalidRequest
+from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarCompiler, GrammarForm
 from libs.grammar.compiler import WHITE_SPACE
 from libs.text import ChatMessage, ModelText
@@ -318,7 +318,8 @@ def test_a_response_with_text_behind_a_call_may_be_sent_back() -> None:
         {"role": "user", "content": "Hi"},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
         {"role": "assistant", "content": "I look."},
-        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": ""},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": ""}
+        | {"namespace": None, "caller": None, "async": None},
         {"role": "assistant", "content": "One moment."},
         {"type": "function_call_output", "call_id": "c1", "output": "ok"},
         {"role": "assistant", "content": "Done."},
@@ -333,6 +334,25 @@ def test_a_response_with_text_behind_a_call_may_be_sent_back() -> None:
         ("assistant", "Done."),
     ]
     assert (messages[1].reasoning, messages[1].tool_calls[0].arguments) == ("Hm", "{}")
+
+
+def test_a_key_of_the_prompts_cache_is_taken() -> None:
+    """Agents send it with each request; prefixes are kept and found again unasked."""
+    chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
+    parse_chat_completion(chat | {"prompt_cache_key": "thread-1"}, MODEL)
+    parse_response({"model": "tiny", "input": "Hi", "prompt_cache_key": "thread-1"}, MODEL)
+
+    with pytest.raises(UnsupportedField, match="prompt_cache_key"):
+        parse_chat_completion(chat | {"prompt_cache_key": 5}, MODEL)
+
+
+def test_what_agents_say_of_anthropics_tools_and_texts_is_taken() -> None:
+    tool = {"name": "f", "input_schema": {"type": "object"}, "eager_input_streaming": True}
+    text = {"type": "text", "text": "Hi", "citations": []}
+    body = {"model": "tiny", "max_tokens": 9, "tools": [tool], "messages": [{"role": "user", "content": [text]}]}
+
+    assert parse_messages(body, MODEL).prompt.messages[0].content == "Hi"
 
 
 def test_an_empty_list_of_anthropics_system_blocks_is_none() -> None:

@@ -53,6 +53,7 @@ PATTERNS = [f"a{index}.*b{index}" for index in range(24)]
         # These allowed what the schema forbids.
         ({"type": "integer", "minimum": 2**64 - 6, "maximum": 2**64 - 1}, "minimum"),
         ({"type": "integer", "minimum": 2**53 + 1}, "minimum"),
+        ({"anyOf": [{"type": "array", "items": {"type": "number", "maximum": -1e20}}]}, "maximum"),
         ({"enum": [1, 12345678901234567890123.0]}, "enum"),
         # guidance-ai/llguidance#265: an answer ended in the middle.
         (
@@ -79,6 +80,8 @@ def test_schemas_that_the_compiler_cannot_be_trusted_with_are_refused(schema: Sc
         ("start: A0\n" + "\n".join(f"A{index}: A{index + 1}" for index in range(4000)) + '\nA4000: "x"', "rules"),
         ("start: A\nA: " + " & ".join(f"/(.|\\n)*{one}.*/" for one in PATTERNS), "&"),
         ("start: %json {", "%json"),
+        ('start: %json {"const": "\\ud83d"}', "surrogate"),
+        ('start: %json {"const": 123456789012345678901234567890}', "64 bits"),
     ],
 )
 def test_grammars_that_the_compiler_cannot_be_trusted_with_are_refused(text: str, reason: str) -> None:
@@ -127,9 +130,10 @@ def test_text_in_a_grammar_is_not_taken_for_rules(compiler: GrammarCompiler) -> 
         },
         {"type": "object", "properties": {"uniqueItems": {"const": False}}, "required": ["uniqueItems"]}
         | {"additionalProperties": False, "unevaluatedProperties": True, "dependentRequired": {}, "not": False},
+        {"oneOf": [{"const": 1, "title": "One"}, {"const": True}, {"enum": [2, "1", None]}]},
     ],
 )
-def test_keywords_that_hold_nothing_are_taken(
+def test_what_means_the_same_in_other_words_is_taken(
     schema: Schema, compiler: GrammarCompiler, model_text: ModelText
 ) -> None:
     outputs = [draw(compiler.compile(schema_grammar(schema)), model_text, seed) for seed in range(3)]
@@ -138,6 +142,11 @@ def test_keywords_that_hold_nothing_are_taken(
         if is_complete:
             jsonschema.validate(json.loads(output), schema)
     assert any(is_complete for _, is_complete in outputs)
+
+
+def test_branches_with_a_value_in_common_are_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest, match="oneOf"):
+        compiler.compile(schema_grammar({"oneOf": [{"const": 1}, {"enum": [2, 1.0]}]}))
 
 
 def test_a_choice_may_have_any_character(compiler: GrammarCompiler, model_text: ModelText) -> None:
