@@ -43,7 +43,7 @@ class ChatMessage:
     def num_characters(self) -> int:
         """How much text there is."""
         calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
-        return len(self.content) + calls + len(self.reasoning or "")
+        return len(self.content) + calls + len(self.reasoning or "") + len(self.name or "")
 
     def as_template_value(self, shape: MessageShape) -> dict[str, Any]:
         """Return the mapping that templates expect; what is not given is absent, not empty."""

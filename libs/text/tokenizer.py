@@ -57,6 +57,7 @@ class Tokenizer:
             token_id for token_id, kind in enumerate(definition.token_types) if kind in _SPECIAL_TYPES
         )
         control_tokens = [token for token in definition.added_tokens if token.is_special]
+        self._control_ids_by_text = {token.text: token.token_id for token in control_tokens}
         self._control_text = ControlText(control_tokens)
         # The unknown token is what plain text without any token becomes, so it does not count here.
         self._control_token_ids = frozenset(
@@ -177,6 +178,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Say whether the token is control, not text: begin, end, turn marks, unknown."""
         return token_id in self._special_token_ids
+
+    def control_token_id(self, text: str) -> int | None:
+        """Return the control token whose text this is, or None for other text."""
+        return self._control_ids_by_text.get(text)
 
     def _encode_plain(self, text: str, position: _Position) -> list[int]:
         token_ids = _encode(self._plain_by_position[position], text)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import orjson
 
-from services.gateway.sse import event, named_event
+from services.gateway.sse import event, named_event, one_line
 
 _MARK: Final = "\x00mark\x00"
 
@@ -33,5 +33,5 @@ class ChunkTemplate:
 
 
 def json_text(text: str) -> bytes:
-    """Return what stands between the quotes of a JSON string."""
-    return orjson.dumps(text)[1:-1]
+    """Return what stands between the quotes of a JSON string in an event."""
+    return one_line(orjson.dumps(text)[1:-1])

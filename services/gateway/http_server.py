@@ -26,11 +26,17 @@ _BACKLOG: Final = 1024
 class HttpServer:
     """A listening server."""
 
-    def __init__(self, app: web.Application, host: str, port: int, *, shares_port: bool = False) -> None:
-        """Begin; processes that all share a port get their share of its connections."""
+    def __init__(
+        self, app: web.Application, host: str, port: int, *, max_unread_seconds: float, shares_port: bool = False
+    ) -> None:
+        """Begin; processes that all share a port get their share of its connections.
+
+        A client that leaves what is written to it unread for ``max_unread_seconds`` loses its connection.
+        """
         self._host = host
         self._port = port
         self._shares_port = shares_port
+        self._max_unread_seconds = max_unread_seconds
         self._runner = web.AppRunner(
             app,
             # A client that leaves cancels its handler, also while that waits for an engine.
@@ -76,6 +82,7 @@ class HttpServer:
         assert manager is not None, "connections come after start"
         return _Connection(
             manager,
+            max_unread_seconds=self._max_unread_seconds,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=_KEEP_ALIVE_SECONDS,
             # Errors of handlers are answered and logged by the application; what is left is noise of strangers.
@@ -95,13 +102,44 @@ def take_first_byte_time(request: web.BaseRequest) -> int | None:
 
 
 class _Connection(web.RequestHandler):
-    """A connection that answers what is no HTTP in OpenAI's shape too, and knows when a request began to come."""
+    """A connection that answers what is no HTTP in OpenAI's shape too, and knows when a request began to come.
 
-    __slots__ = ("first_byte_ns",)
+    What is written waits in memory until the client reads it, long after the request has given its place to others;
+    so a client that does not read is cut.
+    """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: aiohttp's own, passed on as they are.
+    __slots__ = ("_max_unread_seconds", "_patience", "first_byte_ns")
+
+    # Any: aiohttp's own, passed on as they are.
+    def __init__(self, *arguments: Any, max_unread_seconds: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.first_byte_ns: int | None = None
+        self._max_unread_seconds = max_unread_seconds
+        self._patience: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """Begin to wait for a client that does not read."""
+        super().pause_writing()
+        self._patience = self._loop.call_later(self._max_unread_seconds, self._cut)
+
+    def resume_writing(self) -> None:
+        """Go on: the client has read."""
+        self._stop_waiting()
+        super().resume_writing()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Let go."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _cut(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; the first ones while the next request is waited for are its first ones."""

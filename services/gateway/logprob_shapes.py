@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Final
 
-from libs.text import IncrementalDetokenizer, Tokenizer
+from libs.text import Tokenizer
 from services.gateway.generation import TokenLogprob
 
 # JSON has no infinity; vLLM's stand-in for it.
@@ -49,15 +49,6 @@ class LogprobShapes:
                 for token_id, entry in entries
             ],
         }
-
-    def prompt_offsets(self, token_ids: Sequence[int], *, skips_special_tokens: bool) -> list[int]:
-        """Return, for each token of a prompt, how many characters of its text are certain before it."""
-        detokenizer = IncrementalDetokenizer(self._tokenizer, skips_special_tokens)
-        offsets, num_characters = [], 0
-        for token_id in token_ids:
-            offsets.append(num_characters)
-            num_characters += len(detokenizer.add([token_id]))
-        return offsets
 
     def prompt_field(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], num_alternatives: int

@@ -130,7 +130,13 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         streams = EngineStreams(max_requests=config.max_concurrent_requests, tasks=tasks)
         parts = _make_parts(config, foundation, streams, tasks)
         app = make_app(parts, max_body_bytes=config.max_body_bytes)
-        server = HttpServer(app, config.host, config.port, shares_port=config.is_of_group)
+        server = HttpServer(
+            app,
+            config.host,
+            config.port,
+            max_unread_seconds=config.request_timeout_seconds,
+            shares_port=config.is_of_group,
+        )
         stack.push_async_callback(server.stop)
         host, port = await server.start()
         grpc_server = _make_grpc_server(config, parts)

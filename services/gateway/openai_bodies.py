@@ -52,14 +52,21 @@ from services.gateway.generation_options import (
     TRUNCATE_TO_FIT,
 )
 from services.gateway.openai_fields import (
+    COMMON_MESSAGE_FIELDS,
     MESSAGE_FIELDS,
     NEUTRAL_MESSAGE_FIELDS,
+    NEUTRAL_PART_FIELDS,
     NEUTRAL_STREAM_OPTIONS,
     NEUTRAL_STRUCTURED_OUTPUTS,
     NEUTRAL_VALUES,
     NeutralField,
 )
-from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_TOOL_NAME_CHARACTERS, ModelFacts
+from services.gateway.openai_schema import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    MAX_SPEAKER_NAME_CHARACTERS,
+    ModelFacts,
+)
 from services.gateway.openai_text_schema import MAX_PROMPTS
 from services.gateway.reasoning_fields import (
     EFFORTS,
@@ -104,7 +111,7 @@ def chat_body(names: Sequence[str], model: ModelFacts) -> JsonSchema:
 
 def text_body(names: Sequence[str], vocab_size: int) -> JsonSchema:
     """Return the schema of what ``/v1/completions`` takes."""
-    fields = (*SHARED_FIELDS, TEXT_LOGPROBS, TEXT_MAX_TOKENS, ADD_SPECIAL_TOKENS)
+    fields = (*SHARED_FIELDS, TEXT_LOGPROBS, TEXT_MAX_TOKENS, MAX_COMPLETION_TOKENS, ADD_SPECIAL_TOKENS)
     properties = (
         _generation_properties(names, vocab_size) | _described(fields) | {"prompt": _plain_prompt(vocab_size)}
     )
@@ -116,8 +123,11 @@ def tokenize_body(names: Sequence[str], model: ModelFacts) -> JsonSchema:
     name = {"model": _nullable(model_name(names), "A name of the served model.")}
     prompt = _STRING | {"description": "A text whose control tokens are tokens."}
     text_fields = (ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRINGS)
-    text = _closed(name | _described(text_fields) | {"prompt": prompt}, ("prompt",))
-    conversation = _closed(name | _described((RETURN_TOKEN_STRINGS,)) | _conversation(model), ("messages",))
+    none = _NULL | {"description": "The other of the two; null is as good as nothing."}
+    text = _closed(name | _described(text_fields) | {"prompt": prompt, "messages": none}, ("prompt",))
+    conversation = _closed(
+        name | _described((RETURN_TOKEN_STRINGS,)) | _conversation(model) | {"prompt": none}, ("messages",)
+    )
     return {"anyOf": [_with_neutral(text, NEUTRAL_VALUES), _with_neutral(conversation, NEUTRAL_VALUES)]}
 
 
@@ -146,11 +156,12 @@ def body_parts() -> dict[str, JsonSchema]:
             {
                 "content": _content(),
                 "tool_call_id": _STRING | {"description": "The call before it that this answers."},
-                "name": _nullable(_text(0, MAX_TOOL_NAME_CHARACTERS), "The function's, which some templates read."),
             },
             required=("content", "tool_call_id"),
         ),
-        "TextPart": _closed({"type": {"const": "text"}, "text": _STRING}, ("type", "text")),
+        "TextPart": _with_neutral(
+            _closed({"type": {"const": "text"}, "text": _STRING}, ("type", "text")), NEUTRAL_PART_FIELDS
+        ),
         "ToolCall": _tool_call(),
         "Tool": _tool(),
         "NamedToolChoice": _closed(
@@ -312,9 +323,12 @@ def _content() -> JsonSchema:
 
 
 def _message(roles: Sequence[str], properties: Mapping[str, JsonSchema], required: Sequence[str]) -> JsonSchema:
-    served = MESSAGE_FIELDS.get(roles[0], frozenset({"role", "content"}))
-    assert served == {"role", *properties}, f"messages of {roles} have {sorted(served)}"
-    message = _closed({"role": {"enum": list(roles)}, **properties}, ("role", *required))
+    name = _nullable(
+        _text(0, MAX_SPEAKER_NAME_CHARACTERS), "Who speaks, among others of the role; for templates that write it."
+    )
+    served = MESSAGE_FIELDS.get(roles[0], COMMON_MESSAGE_FIELDS)
+    assert served == {"role", "name", *properties}, f"messages of {roles} have {sorted(served)}"
+    message = _closed({"role": {"enum": list(roles)}, "name": name, **properties}, ("role", *required))
     return _with_neutral(message, NEUTRAL_MESSAGE_FIELDS)
 
 
@@ -333,7 +347,9 @@ def _assistant_message() -> JsonSchema:
     # A message that calls tools need not say anything, nor one that was cut while it was thought of.
     says = {"required": ["content"], "properties": {"content": {"not": {"enum": [None, []]}}}}
     acts = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
-    thinks = [{"required": [name], "properties": {name: _STRING}} for name in ("reasoning_content", "reasoning")]
+    thinks = [
+        {"required": [name], "properties": {name: {"not": _NULL}}} for name in ("reasoning_content", "reasoning")
+    ]
     return message | {"anyOf": [says, acts, *thinks]}
 
 

@@ -32,6 +32,7 @@ _SHARED_FIELDS: Final = frozenset(
         "allowed_token_ids",
         "bad_words",
         "max_tokens",
+        "max_completion_tokens",
         "min_tokens",
         "stop",
         "include_stop_str_in_output",
@@ -58,7 +59,6 @@ _SHARED_FIELDS: Final = frozenset(
 TEXT_FIELDS: Final = _SHARED_FIELDS | {"prompt", "add_special_tokens"}
 CHAT_FIELDS: Final = _SHARED_FIELDS | {
     "messages",
-    "max_completion_tokens",
     "top_logprobs",
     "add_generation_prompt",
     "continue_final_message",
@@ -105,15 +105,15 @@ class AnyValue:
 
 @dataclass(frozen=True, slots=True)
 class AnyText:
-    """Any text of a field that asks for what is done for every request."""
+    """Null and any string, of a field that helps other servers to find what they have cached; here it is found."""
 
     def __call__(self, value: Any) -> bool:
-        """Tell whether a value is a text, or null."""
-        return isinstance(value, str | None)
+        """Take a string."""
+        return value is None or isinstance(value, str)
 
     def schema(self) -> dict[str, Any]:
-        """Return the schema of any text."""
-        return {"type": ["string", "null"], "description": "What it asks for is done unasked."}
+        """Return the schema of a string or null."""
+        return {"type": ["string", "null"], "description": "Prefixes are cached unasked; it changes nothing."}
 
 
 NeutralField: TypeAlias = NeutralValues | AnyValue | AnyText
@@ -128,7 +128,7 @@ def _one_of(*values: Any) -> NeutralValues:
     return NeutralValues(values)
 
 
-_NULL, _EMPTY, _OFF, _ON, _ONE = _one_of(), _one_of([], {}), _one_of(False), _one_of(True), _one_of(1)
+_NULL, _EMPTY, _OFF, _ONE = _one_of(), _one_of([], {}), _one_of(False), _one_of(1)
 
 # Fields known and not served, each with the test for the values that change nothing.
 NEUTRAL_VALUES: Final[Mapping[str, NeutralField]] = {
@@ -140,7 +140,6 @@ NEUTRAL_VALUES: Final[Mapping[str, NeutralField]] = {
     "moderation": _NULL,
     "parallel_tool_calls": _one_of(True, False),
     "prediction": _NULL,
-    # Prefixes are kept, and found again, for all requests.
     "prompt_cache_key": AnyText(),
     "prompt_cache_options": _NULL,
     "prompt_cache_retention": _NULL,
@@ -150,7 +149,7 @@ NEUTRAL_VALUES: Final[Mapping[str, NeutralField]] = {
     "tool_choice": _one_of("none"),
     "tools": _EMPTY,
     "top_logprobs": _NULL,
-    "verbosity": _NULL,
+    "verbosity": _one_of("medium"),
     "web_search_options": _NULL,
     # vLLM and its relatives
     "add_special_tokens": _OFF,
@@ -171,8 +170,9 @@ NEUTRAL_VALUES: Final[Mapping[str, NeutralField]] = {
     "repetition_detection": _NULL,
     "request_id": _NULL,
     "return_tokens_as_token_ids": _OFF,
-    "spaces_between_special_tokens": _ON,
-    "suffix": _NULL,
+    # There are none either way, as with every tokenizer of this kind.
+    "spaces_between_special_tokens": _one_of(True, False),
+    "suffix": _one_of(""),
     "thinking_token_budget": _NULL,
     "use_beam_search": _OFF,
     "vllm_xargs": _EMPTY,
@@ -202,7 +202,6 @@ NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, NeutralField]] = {
     "annotations": _EMPTY,
     "audio": _NULL,
     "function_call": _NULL,
-    "name": _NULL,
     # What OpenAI's clients have read out of the content.
     "parsed": AnyValue(),
     "reasoning": _NULL,
@@ -211,10 +210,15 @@ NEUTRAL_MESSAGE_FIELDS: Final[Mapping[str, NeutralField]] = {
     "tool_call_id": _NULL,
     "tool_calls": _EMPTY,
 }
-# What messages of some roles have beside what all have.
+# What messages of all roles have, and those of some.
+COMMON_MESSAGE_FIELDS: Final = frozenset({"role", "content", "name"})
 MESSAGE_FIELDS: Final[Mapping[str, frozenset[str]]] = {
-    "assistant": frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning"}),
-    "tool": frozenset({"role", "content", "tool_call_id", "name"}),
+    "assistant": COMMON_MESSAGE_FIELDS | {"tool_calls", "reasoning_content", "reasoning"},
+    "tool": COMMON_MESSAGE_FIELDS | {"tool_call_id"},
+}
+NEUTRAL_PART_FIELDS: Final[Mapping[str, NeutralField]] = {
+    # How clients tell Anthropic and others what to cache.
+    "cache_control": AnyValue(),
 }
 
 
@@ -255,14 +259,12 @@ def check_structured_outputs(options: Mapping[str, Any]) -> None:
 
 def check_message_fields(message: Mapping[str, Any], role: str, path: str) -> None:
     """The same for one message, for example ``messages[3]``."""
-    _check(
-        message, MESSAGE_FIELDS.get(role, frozenset({"role", "content"})), NEUTRAL_MESSAGE_FIELDS, path=f"{path}."
-    )
+    _check(message, MESSAGE_FIELDS.get(role, COMMON_MESSAGE_FIELDS), NEUTRAL_MESSAGE_FIELDS, path=f"{path}.")
 
 
 def check_content_part_fields(part: Mapping[str, Any], path: str) -> None:
     """The same for one part of a message's content."""
-    _check(part, frozenset({"type", "text"}), {}, path=f"{path}.")
+    _check(part, frozenset({"type", "text"}), NEUTRAL_PART_FIELDS, path=f"{path}.")
 
 
 def _check(

@@ -36,13 +36,14 @@ from services.gateway.reasoning_fields import (
     merged_variables,
     read_template_variables,
 )
+from services.gateway.request_fields import IntegerField
 from services.gateway.tool_grammar import tool_constraint
 from services.gateway.tools import ToolUse, check_results, make_tool_use, read_choice, read_tool_calls, read_tools
 
 MAX_MESSAGES: Final = 2048
 MAX_CONTENT_PARTS: Final = 2048
 MAX_MODEL_NAME_CHARACTERS: Final = 64
-MAX_TOOL_NAME_CHARACTERS: Final = 256
+MAX_SPEAKER_NAME_CHARACTERS: Final = 64
 
 # By role, the one that templates know.
 _ROLES: Final = {
@@ -127,7 +128,7 @@ def parse_chat_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidCh
         parse_generation_options(
             body,
             vocab_size=model.vocab_size,
-            max_output_tokens=_max_output_tokens(body),
+            max_output_tokens=read_max_output_tokens(body, MAX_TOKENS),
             num_logprobs=_num_logprobs(body),
         ),
         reads_reasoning=True,
@@ -188,6 +189,17 @@ def check_model_name(name: str, model: ModelFacts) -> None:
         )
 
 
+def read_max_output_tokens(body: Mapping[str, Any], old_field: IntegerField) -> int | None:
+    """Return the limit under its old name or its newer one; None for none."""
+    old = old_field.read(body)
+    new = MAX_COMPLETION_TOKENS.read(body)
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(
+            "'max_tokens' and 'max_completion_tokens' differ; give one of them.", param="max_completion_tokens"
+        )
+    return old if new is None else new
+
+
 def read_chat_prompt(body: Mapping[str, Any], model: ModelFacts) -> ChatPrompt:
     """Return the messages, how the template ends them, and what is set in it."""
     messages = _messages(body)
@@ -202,6 +214,11 @@ def read_chat_prompt(body: Mapping[str, Any], model: ModelFacts) -> ChatPrompt:
     if continues and messages[-1].role != "assistant":
         raise InvalidRequest(
             "'continue_final_message' needs a last message of the role 'assistant'.",
+            param="continue_final_message",
+        )
+    if continues and messages[-1].tool_calls:
+        raise InvalidRequest(
+            "'continue_final_message' cannot go on with a message that calls tools; send their results behind it.",
             param="continue_final_message",
         )
     variables = merged_variables(
@@ -236,24 +253,32 @@ def _message(message: Any, path: str) -> ChatMessage:
     check_message_fields(message, role, path)
     calls = read_tool_calls(message.get("tool_calls"), f"{path}.tool_calls") if role == "assistant" else ()
     reasoning = _reasoning(message, path) if role == "assistant" else None
-    # A message that calls tools need not say anything, nor one that was cut while it was thought of.
-    is_silent = bool(calls or reasoning is not None) and message.get("content") in (None, [])
-    content = "" if is_silent else _content(message.get("content"), f"{path}.content")
-    call_id, name = _answered(message, path) if role == "tool" else (None, None)
-    return ChatMessage(_ROLES[role], content, name, tool_calls=calls, tool_call_id=call_id, reasoning=reasoning)
-
-
-def _answered(message: Mapping[str, Any], path: str) -> tuple[str, str | None]:
-    """Return the call that a tool's result answers, and the function's name, which some clients repeat."""
-    call_id, name = message.get("tool_call_id"), message.get("name")
-    if not isinstance(call_id, str):
+    # A message that calls tools, or that was cut while it thought, need not say anything.
+    needs_content = not calls and reasoning is None
+    has_content = needs_content or message.get("content") not in (None, [])
+    content = _content(message.get("content"), f"{path}.content") if has_content else ""
+    call_id = message.get("tool_call_id")
+    if role == "tool" and not isinstance(call_id, str):
         raise InvalidRequest(f"'{path}.tool_call_id' must be a string.", param=f"{path}.tool_call_id")
-    if name is not None and (not isinstance(name, str) or len(name) > MAX_TOOL_NAME_CHARACTERS):
+    return ChatMessage(
+        _ROLES[role],
+        content,
+        name=_speaker_name(message, path),
+        tool_calls=calls,
+        tool_call_id=call_id,
+        reasoning=reasoning,
+    )
+
+
+def _speaker_name(message: Mapping[str, Any], path: str) -> str | None:
+    """Return the name that tells speakers of one role apart, for templates that write it; an empty one is none."""
+    name = message.get("name")
+    if name is not None and (not isinstance(name, str) or len(name) > MAX_SPEAKER_NAME_CHARACTERS):
         raise InvalidRequest(
-            f"'{path}.name' must be a string of at most {MAX_TOOL_NAME_CHARACTERS} characters.",
+            f"'{path}.name' must be a string of at most {MAX_SPEAKER_NAME_CHARACTERS} characters.",
             param=f"{path}.name",
         )
-    return call_id, name
+    return name or None
 
 
 def _reasoning(message: Mapping[str, Any], path: str) -> str | None:
@@ -307,13 +332,3 @@ def _num_logprobs(body: Mapping[str, Any]) -> int | None:
     if count and not is_wanted:
         raise InvalidRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     return count if is_wanted else None
-
-
-def _max_output_tokens(body: Mapping[str, Any]) -> int | None:
-    old = MAX_TOKENS.read(body)
-    new = MAX_COMPLETION_TOKENS.read(body)
-    if old is not None and new is not None and old != new:
-        raise InvalidRequest(
-            "'max_tokens' and 'max_completion_tokens' differ; give one of them.", param="max_completion_tokens"
-        )
-    return old if new is None else new

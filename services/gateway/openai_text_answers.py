@@ -109,11 +109,11 @@ class TextFormat:
         """Return those of an echoed prompt, whose first token has none."""
         if self._options.num_echoed_logprobs is None:
             return None
-        offsets = self._shapes.prompt_offsets(
-            prompt.token_ids, skips_special_tokens=self._options.skips_special_tokens
-        )
         return self._shapes.text_part(
-            prompt.token_ids, [None, *logprobs], offsets, num_alternatives=self._options.num_echoed_logprobs
+            prompt.token_ids,
+            [None, *logprobs],
+            prompt.echoed_offsets,
+            num_alternatives=self._options.num_echoed_logprobs,
         )
 
     def _output_logprobs(

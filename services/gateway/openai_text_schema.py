@@ -14,7 +14,7 @@ from services.gateway.generation import MAX_CHOICES
 from services.gateway.generation_fields import ADD_SPECIAL_TOKENS, ECHO, TEXT_LOGPROBS, TEXT_MAX_TOKENS
 from services.gateway.generation_options import GenerationOptions, parse_generation_options
 from services.gateway.openai_fields import check_text_fields
-from services.gateway.openai_schema import ModelFacts, read_model_name
+from services.gateway.openai_schema import ModelFacts, read_max_output_tokens, read_model_name
 from services.gateway.openai_values import are_token_ids
 from services.gateway.prompts import TextPrompt, TokenPrompt
 
@@ -45,7 +45,7 @@ def parse_text_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidTe
     options = parse_generation_options(
         body,
         vocab_size=model.vocab_size,
-        max_output_tokens=TEXT_MAX_TOKENS.read(body),
+        max_output_tokens=read_max_output_tokens(body, TEXT_MAX_TOKENS),
         num_logprobs=num_logprobs,
         num_echoed_logprobs=num_logprobs if ECHO.read(body) else None,
     )

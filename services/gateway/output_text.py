@@ -71,7 +71,14 @@ class OutputText:
         self._matcher: StopStringMatcher | None = None
         if options.stop_strings:
             self._matcher = StopStringMatcher(options.stop_strings, include_stop_str=self._includes_stop)
+        # Control tokens are no text where they are skipped, and end it all the same where one is a stop string.
+        self._ends: dict[int, str] = {}
+        if options.skips_special_tokens:
+            named = ((tokenizer.control_token_id(text), text) for text in options.stop_strings)
+            self._ends = {token_id: text for token_id, text in named if token_id is not None}
         self._min_output_tokens = options.min_output_tokens
+        # White space behind what may not stop the output is no beginning of what may.
+        self._skips_space = False
         self._num_tokens = 0
         self._num_characters = 0
         # Where nothing depends on single tokens, all of a step are decoded at once.
@@ -96,9 +103,13 @@ class OutputText:
         """Count tokens that were whole characters and are shown already; only where it is plain and settled."""
         self._num_tokens += num_tokens
 
-    def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
-        """Take the next tokens; what comes after a stop string is surplus and not counted."""
+    def take(self, token_ids: Sequence[int], end: GenerationFinished | None, *, may_stop: bool = True) -> TextDelta:
+        """Take the next tokens; what comes after a stop string is surplus and not counted.
+
+        Without ``may_stop`` no stop string is looked for in them.
+        """
         shown = self._shown(token_ids, end)
+        self._skips_space |= not may_stop
         if not self._is_token_by_token:
             self._num_tokens += len(token_ids)
             return self._delta(self._detokenizer.add(shown), token_ids, (), end)
@@ -107,9 +118,12 @@ class OutputText:
         for index, token_id in enumerate(shown):
             self._num_tokens += 1
             offsets.append(self._num_characters)
+            may_match = may_stop and self._num_tokens >= self._min_output_tokens
+            if may_match and token_id in self._ends:
+                return self._ended_by(self._ends[token_id], pieces, token_ids[: index + 1], offsets)
             text = self._detokenizer.add([token_id])
             self._num_characters += len(text)
-            piece, matched = self._match(text)
+            piece, matched = self._match(text, may_match=may_match)
             pieces.append(piece)
             if matched is not None:
                 return TextDelta("".join(pieces), token_ids[: index + 1], FinishReason.STOP, offsets, matched)
@@ -126,6 +140,15 @@ class OutputText:
         reason = end.reason if matched is None else FinishReason.STOP
         return TextDelta(text + last, token_ids, reason, offsets, matched)
 
+    def _ended_by(
+        self, control_text: str, pieces: Sequence[str], token_ids: Sequence[int], offsets: Sequence[int]
+    ) -> TextDelta:
+        """Return the last delta of an output that a control token ended, with what was held back before it."""
+        last, matched = self._last()
+        if matched is None:
+            last, matched = last + (control_text if self._includes_stop else ""), control_text
+        return TextDelta("".join(pieces) + last, token_ids, FinishReason.STOP, offsets, matched)
+
     def _shown(self, token_ids: Sequence[int], end: GenerationFinished | None) -> Sequence[int]:
         """Leave out the token that ended the output: it is a mark for the engine, not text, unless it is wanted."""
         is_marked = end is not None and end.stop_token_id is not None and not self._includes_stop
@@ -133,12 +156,19 @@ class OutputText:
             return token_ids[:-1]
         return token_ids
 
-    def _match(self, text: str) -> tuple[str, str | None]:
-        if self._matcher is None or self._num_tokens < self._min_output_tokens:
-            # No reason to stop, or too early: this text is shown and no part of a stop string.
+    def _match(self, text: str, *, may_match: bool) -> tuple[str, str | None]:
+        if self._matcher is None:
             return text, None
+        if not may_match:
+            # This text is shown and no part of a stop string.
+            return self._matcher.pass_by(text), None
+        space = ""
+        if self._skips_space:
+            rest = text.lstrip()
+            self._skips_space = not rest
+            space, text = text[: len(text) - len(rest)], rest
         result = self._matcher.add(text)
-        return result.text_to_emit, result.matched
+        return space + result.text_to_emit, result.matched
 
     def _last(self) -> tuple[str, str | None]:
         """Return what was held back: the beginning of a character that never came, or of a stop string."""
@@ -147,7 +177,8 @@ class OutputText:
             return rest, None
         text = ""
         if rest:
-            text, matched = self._match(rest)
+            may_match = self._num_tokens >= self._min_output_tokens
+            text, matched = self._match(rest, may_match=may_match)
             if matched is not None:
                 return text, matched
         return text + self._matcher.flush(), None
@@ -159,7 +190,7 @@ class NoOutput:
     num_tokens = 0
     num_reasoning_tokens = None
 
-    def take(self, token_ids: Sequence[int], end: GenerationFinished | None) -> TextDelta:
+    def take(self, token_ids: Sequence[int], end: GenerationFinished | None, *, may_stop: bool = True) -> TextDelta:
         """Take the token and show nothing of it."""
         return TextDelta("", (), FinishReason.LENGTH)
 
@@ -170,7 +201,7 @@ def new_output(
     *,
     is_continued: bool,
     kept_token_ids: frozenset[int] = frozenset(),
-) -> ChoiceOutput:
+) -> OutputText | NoOutput:
     """Return what takes a choice's tokens; ``is_continued`` where they go on with the prompt's text."""
     if options.max_output_tokens == 0:
         return NoOutput()

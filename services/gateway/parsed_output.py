@@ -13,13 +13,13 @@ from services.gateway.generation import FinishReason, GenerationFinished
 from services.gateway.model_formats.model_format import AnswerParser
 from services.gateway.model_formats.parsed import CallDelta
 from services.gateway.model_formats.reasoning import ReasoningState
-from services.gateway.output_text import ChoiceOutput, TextDelta
+from services.gateway.output_text import NoOutput, OutputText, TextDelta
 
 
 class ParsedOutput:
-    """A ``ChoiceOutput`` around another whose text is read."""
+    """A ``ChoiceOutput`` around another whose text is read. What stops an answer does not stop its reasoning."""
 
-    def __init__(self, output: ChoiceOutput, parser: AnswerParser, *, shows_reasoning: bool) -> None:
+    def __init__(self, output: OutputText | NoOutput, parser: AnswerParser, *, shows_reasoning: bool) -> None:
         self._output = output
         self._parser = parser
         self._shows_reasoning = shows_reasoning
@@ -45,7 +45,11 @@ class ParsedOutput:
         while num_taken < len(token_ids) and self._parser.reasoning_state is not ReasoningState.OVER:
             state = self._parser.reasoning_state
             is_last = num_taken == len(token_ids) - 1
-            taken = self._output.take([token_ids[num_taken]], end if is_last else None)
+            taken = self._output.take(
+                [token_ids[num_taken]],
+                end if is_last else None,
+                may_stop=state is not ReasoningState.OPEN,
+            )
             deltas.append(self._read(taken))
             self._count(state)
             num_taken += 1

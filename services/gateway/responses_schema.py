@@ -24,6 +24,7 @@ from services.gateway.generation_options import (
     GenerationOptions,
     parse_generation_options,
 )
+from services.gateway.openai_fields import AnyText
 from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES, ModelFacts, read_model_name, with_tools
 from services.gateway.prompts import ChatPrompt
 from services.gateway.reasoning_fields import effort_variables
@@ -223,8 +224,7 @@ _NEUTRAL_VALUES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "moderation": _one_of(),
     "previous_response_id": _one_of(),
     "prompt": _one_of(),
-    # Prefixes are kept, and found again, for all requests.
-    "prompt_cache_key": lambda value: isinstance(value, str | None),
+    "prompt_cache_key": AnyText(),
     "prompt_cache_options": _one_of(),
     "prompt_cache_retention": _one_of(),
     "service_tier": _one_of("auto", "default"),

@@ -20,6 +20,9 @@ from services.gateway.http_errors import error_body, known_error
 DONE: Final = b"data: [DONE]\n\n"
 PING: Final = b": ping\n\n"
 
+# U+0085, U+2028 and U+2029 in UTF-8. In JSON they stand nowhere but in strings, so they can be escaped blindly.
+_LINE_ENDS: Final = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
+
 # Time for an error event to reach a client whose connection is full.
 _LAST_WORDS_SECONDS: Final = 1.0
 
@@ -33,7 +36,20 @@ HEADERS: Final[Mapping[str, str]] = {
 
 def event(payload: bytes) -> bytes:
     """Return an event with one line of JSON."""
-    return b"data: " + payload + b"\n\n"
+    return b"data: " + one_line(payload) + b"\n\n"
+
+
+def one_line(json: bytes) -> bytes:
+    """Escape what JSON may hold as it is and some clients take for the end of a line.
+
+    Lines of a stream end with CR or LF, which JSON escapes. Clients that cut text as Python's ``splitlines`` does
+    also cut it at these three characters, in the middle of an event.
+    """
+    if json.isascii():
+        return json
+    for line_end, escape in _LINE_ENDS:
+        json = json.replace(line_end, escape)
+    return json
 
 
 def payloads_of(events: bytes) -> list[bytes]:
@@ -144,6 +160,9 @@ class SseWriter:
     async def _opened(self) -> web.StreamResponse:
         if self._response is None:
             response = _EventStream(headers=HEADERS)
+            if not self._is_chunked:
+                # Only the end of the connection can tell the end of the stream, whatever the client would like.
+                response.force_close()
             await response.prepare(self._request)
             self._response = response
             self._transport = self._request.transport

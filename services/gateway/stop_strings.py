@@ -42,6 +42,12 @@ class StopStringMatcher:
                 return self._match(max(completed, key=len), text[: index + 1])
         return StopResult(self._release(text), matched=None)
 
+    def pass_by(self, text: str) -> str:
+        """Return text in which nothing is looked for, after what was held back: no stop string reaches over it."""
+        for prefix in self._prefixes:
+            prefix.num_matched = 0
+        return self.flush() + text
+
     def flush(self) -> str:
         """Return what was held back: the answer ended, so it is no beginning of a stop string after all."""
         held, self._held = self._held, ""

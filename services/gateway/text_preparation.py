@@ -56,6 +56,8 @@ class PreparedPrompt:
     is_continued: bool = False
     # Where the answer begins: the prompt may have opened reasoning.
     reasoning_state: ReasoningState = ReasoningState.OVER
+    # For each token, how much of the echoed text is certain before it; only where log-probabilities are shown.
+    echoed_offsets: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +214,16 @@ class TextPreparation:
         token_ids = all_token_ids[-_prompt_limit(options, max_model_len) :]
         if len(token_ids) >= max_model_len:
             return PreparedPrompt(token_ids, [])
-        echoed_text = ""
-        if options.echoes_prompt:
-            echoed_text = self._shown_text(prompt, token_ids, options, is_cut=len(token_ids) < len(all_token_ids))
+        is_cut = len(token_ids) < len(all_token_ids)
+        echoed_text = self._shown_text(prompt, token_ids, options, is_cut=is_cut) if options.echoes_prompt else ""
+        offsets = self._shown_offsets(prompt, token_ids, options, is_cut=is_cut)
         marks.lap(Segment.TOKENIZE)
         is_continued = not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
         shared_prefix = self._shared_prefixes.find(token_ids)
         hashes = prefix_hashes(token_ids, self.hash_contract.block_size, cache_salt, shared_prefix)
         marks.lap(Segment.HASH)
         state = self._reasoning_state(prompt, token_ids) if options.reads_reasoning else ReasoningState.OVER
-        return PreparedPrompt(token_ids, hashes, shared_prefix, echoed_text, is_continued, state)
+        return PreparedPrompt(token_ids, hashes, shared_prefix, echoed_text, is_continued, state, offsets)
 
     def _reasoning_state(self, prompt: Prompt, token_ids: Sequence[int]) -> ReasoningState:
         """Tell where an answer begins, by the end of its prompt."""
@@ -290,12 +292,35 @@ class TextPreparation:
                 detokenizer = IncrementalDetokenizer(self.model_text.tokenizer, options.skips_special_tokens)
                 return detokenizer.add(token_ids) + detokenizer.flush()
 
+    def _shown_offsets(
+        self, prompt: Prompt, token_ids: Sequence[int], options: GenerationOptions, *, is_cut: bool
+    ) -> Sequence[int]:
+        """Return how many characters of the shown text are certain before each token."""
+        if options.num_echoed_logprobs is None:
+            return ()
+        tokenizer = self.model_text.tokenizer
+        if not isinstance(prompt, TextPrompt) or is_cut:
+            return offsets_in_text(token_ids, IncrementalDetokenizer(tokenizer, options.skips_special_tokens))
+        # A text that is shown as it was given has the text of control tokens, and nothing of those put before it.
+        prefix = tokenizer.definition.prompt_prefix_token_ids if prompt.add_special_tokens else ()
+        shown = offsets_in_text(token_ids[len(prefix) :], IncrementalDetokenizer(tokenizer, False))
+        return [0] * len(prefix) + shown
+
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return each word's tokens at the start of a text and after a space, which vocabularies tell apart."""
         tokenizer = self.model_text.tokenizer
         spellings = [spelling for word in words for spelling in (word, f" {word}")]
         spelled = (tuple(tokenizer.encode(spelling, allow_special=False)) for spelling in spellings)
         return tuple(dict.fromkeys(token_ids for token_ids in spelled if token_ids))
+
+
+def offsets_in_text(token_ids: Sequence[int], detokenizer: IncrementalDetokenizer) -> list[int]:
+    """Return, for each token, how many characters of the tokens' text are certain before it."""
+    offsets, num_characters = [], 0
+    for token_id in token_ids:
+        offsets.append(num_characters)
+        num_characters += len(detokenizer.add([token_id]))
+    return offsets
 
 
 def _prompt_limit(options: GenerationOptions, max_model_len: int) -> int:

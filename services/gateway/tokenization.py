@@ -141,14 +141,19 @@ def _optional_model(body: Mapping[str, Any], model: ModelFacts) -> str | None:
 
 
 def _read_prompt(body: Mapping[str, Any], model: ModelFacts) -> Prompt:
-    if "messages" in body:
-        check_fields(body, TOKENIZE_CHAT_FIELDS)
+    # Which of the two is null is as good as left out.
+    if body.get("messages") is not None:
+        check_fields(_without_null(body, "prompt"), TOKENIZE_CHAT_FIELDS)
         prompt = read_chat_prompt(body, model)
         return dataclasses.replace(
             prompt, tools=tuple(tool.as_value() for tool in read_tools(body.get("tools"), "tools"))
         )
-    check_fields(body, TOKENIZE_TEXT_FIELDS)
+    check_fields(_without_null(body, "messages"), TOKENIZE_TEXT_FIELDS)
     text = body.get("prompt")
     if not isinstance(text, str):
         raise InvalidRequest("Give either 'prompt', a string, or 'messages'.", param="prompt")
     return TextPrompt(text, ADD_SPECIAL_TOKENS.read(body))
+
+
+def _without_null(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return {field: value for field, value in body.items() if field != name or value is not None}

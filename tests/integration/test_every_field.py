@@ -112,7 +112,6 @@ ROWS = [
         2,
         lambda seen: seen.params.max_output_tokens == 2,
         (0, -1, 1.5, "5"),
-        paths=(CHAT,),
     ),
     Row("n", 2, lambda seen: len(seen.submit.choices) == len(seen.answer.json["choices"]) == 2, (0, 129, 1.5)),
     Row("presence_penalty", 0.5, lambda seen: seen.params.presence_penalty == 0.5, (-3, 3, "1")),

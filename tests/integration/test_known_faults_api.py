@@ -471,3 +471,37 @@ async def test_a_body_is_read_as_it_is_written(stand: Stand) -> None:
 
     assert answer.status == 200
     assert "😀 é" in prompt_text(stand)
+
+
+async def test_the_field_that_is_null_is_left_out(stand: Stand) -> None:
+    """Clients made from a schema of both forms send null for the other."""
+    plain = await post(stand, "/tokenize", {"prompt": "Hi", "messages": None})
+    turns_ = await post(stand, "/tokenize", {"prompt": None, "messages": QUESTION})
+
+    assert plain.json["tokens"] == stand.encode("Hi")
+    assert turns_.json["count"] > len(QUESTION)
+    refused(await post(stand, "/tokenize", {"prompt": None, "messages": None}), param="prompt")
+
+
+async def test_speakers_have_names(stand: Stand) -> None:
+    """Neroued/ninfer#110: refusing what every framework of agents sends. This template does not write them."""
+    named = [message | {"name": "bob"} for message in QUESTION]
+
+    answer, plain = await chat(stand, messages=named), await chat(stand)
+
+    assert answer.status == 200, answer.raw
+    assert answer.json["usage"]["prompt_tokens"] == plain.json["usage"]["prompt_tokens"]
+
+
+async def test_a_clients_offsets_are_places_in_the_echoed_text(stand: Stand) -> None:
+    """vllm-project/vllm#47815 and #3441: offsets after a control token were short by its text."""
+    prompt = "<|im_start|>user\nHi<|im_end|>\n"
+    answer = await text(stand, prompt=prompt, echo=True, logprobs=0)
+    choice = answer.json["choices"][0]
+    streamed = chat_parts((await text(stand, prompt=prompt, echo=True, logprobs=0, stream=True)).events)
+
+    found = choice["logprobs"]
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+    offsets = [offset for part in streamed if part["logprobs"] for offset in part["logprobs"]["text_offset"]]
+    assert offsets == found["text_offset"]

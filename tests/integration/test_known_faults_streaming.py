@@ -146,6 +146,29 @@ async def test_openais_clients_get_everything_through_the_silence(stand: Stand) 
 
 
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("tokens_per_step", [1, 50])
+async def test_events_are_one_line_also_for_clients_that_cut_text_at_unicodes_ends_of_lines(
+    stand: Stand, path: str, tokens_per_step: int
+) -> None:
+    """florimondmanca/httpx-sse#34: the same fault is in each client that reads lines with ``str.splitlines``."""
+    said = "a\u2028b\u2029c\u0085d\x0b\x0c\x1c\x1ee\r\nf\rg"
+    stand.engine.default_script = Script(token_ids=stand.encode(said), tokens_per_step=tokens_per_step)
+
+    limit = {"max_tokens": 50} if path == TEXT else {}
+    raw = (await post(stand, path, BODIES[path] | {"stream": True} | limit)).raw.decode()
+
+    lines = [line for line in raw.splitlines() if line]
+    assert all(line.startswith(("data: ", "event: ", ": ping")) for line in lines)
+    assert any("\\u2028" in line for line in lines)
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    if path in (CHAT, TEXT):
+        assert streamed_text(events) == said
+    else:
+        deltas = [event["delta"] for event in events if "delta" in event]
+        assert "".join(one if isinstance(one, str) else one.get("text", "") for one in deltas) == said
+
+
+@pytest.mark.parametrize("path", BODIES)
 async def test_a_request_that_is_wrong_is_refused_before_its_stream(stand: Stand, path: str) -> None:
     """STR-06."""
     wrong = {"temperature": 9} if path.startswith(("/v1/re", "/v1/m")) else {"n": 0}

@@ -141,7 +141,7 @@ def _structured_outputs(options: inference_pb2.StructuredOutputs) -> dict[str, A
 
 def _message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     body: dict[str, Any] = {"role": message.role} | _set_fields(
-        message, ("content", "tool_call_id", "reasoning_content")
+        message, ("content", "name", "tool_call_id", "reasoning_content")
     )
     if message.tool_calls:
         body["tool_calls"] = [

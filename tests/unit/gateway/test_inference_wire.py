@@ -27,6 +27,16 @@ def test_only_what_is_set_is_in_the_body() -> None:
     assert chat_body(request) == {"model": "m", "messages": [{"role": "user", "content": ""}], **STREAMED}
 
 
+def test_messages_have_the_fields_that_they_have_over_http() -> None:
+    named = pb.ChatMessage(role="user", content="a", name="bob")
+    result = pb.ChatMessage(role="tool", content="3", name="f", tool_call_id="c")
+
+    assert chat_body(pb.ChatCompletionRequest(messages=[named, result]))["messages"] == [
+        {"role": "user", "content": "a", "name": "bob"},
+        {"role": "tool", "content": "3", "name": "f", "tool_call_id": "c"},
+    ]
+
+
 def test_every_option_is_the_field_that_it_is_over_http() -> None:
     options = pb.GenerationOptions(
         n=2,

@@ -102,18 +102,6 @@ def test_prompt_tokens_are_named_by_id(shapes: LogprobShapes, model_text: ModelT
     assert shapes.prompt_field([a], [], 1) == [None]
 
 
-def test_offsets_count_the_characters_that_are_certain(shapes: LogprobShapes, model_text: ModelText) -> None:
-    token_ids = [1, *encode(model_text, "a 🦜 b")]
-
-    offsets = shapes.prompt_offsets(token_ids, skips_special_tokens=True)
-    shown = shapes.prompt_offsets(token_ids, skips_special_tokens=False)
-
-    assert offsets[:2] == [0, 0]
-    assert offsets[-1] == len("a 🦜")
-    assert shown[1] == len("<|im_start|>")
-    assert offsets == sorted(offsets)
-
-
 def test_json_has_no_infinity(shapes: LogprobShapes, model_text: ModelText) -> None:
     (a,) = encode(model_text, "a")
 

@@ -231,6 +231,19 @@ def test_a_known_field_that_is_not_served_is_refused_by_name(field: str, value: 
     assert error.param == field
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_cache_key": "conversation-7"},
+        {"verbosity": "medium"},
+        {"suffix": ""},
+        {"spaces_between_special_tokens": False},
+    ],
+)
+def test_what_clients_send_unasked_changes_nothing(fields: dict[str, Any]) -> None:
+    assert parse(**fields) == parse()
+
+
 def test_values_that_change_nothing_are_accepted() -> None:
     request = parse(
         n=1,
@@ -297,9 +310,11 @@ def test_a_huge_unknown_name_is_shortened() -> None:
             "messages[0].content[0].type",
         ),
         (
-            [{"role": "user", "content": "a"}, {"role": "user", "content": "x", "name": "bob"}],
+            [{"role": "user", "content": "a"}, {"role": "user", "content": "x", "name": 5}],
             "messages[1].name",
         ),
+        ([{"role": "user", "content": "x", "name": "b" * 65}], "messages[0].name"),
+        ([{"role": "assistant", "content": None}], "messages[0].content"),
         ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
         ([{"role": "user", "content": "x", "colour": 1}], "messages[0].colour"),
     ],
@@ -323,6 +338,32 @@ def test_content_parts_are_joined_and_developer_speaks_as_system() -> None:
         ChatMessage("user", "a\nb"),
         ChatMessage("assistant", "c"),
     )
+
+
+def test_speakers_have_names_and_who_was_cut_while_thinking_said_nothing() -> None:
+    """Neroued/ninfer#110, microsoft/autogen and LangChain send names; an answer may be all reasoning."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    request = parse(
+        messages=[
+            {"role": "user", "content": "a", "name": "bob"},
+            {"role": "user", "content": "b", "name": ""},
+            {"role": "assistant", "content": None, "reasoning_content": "hm"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "3", "name": "f"},
+            {"role": "user", "content": [{"type": "text", "text": "c", "cache_control": {"type": "ephemeral"}}]},
+        ]
+    )
+
+    assert [message.name for message in request.prompt.messages] == ["bob", None, None, None, "f", None]
+    assert [message.content for message in request.prompt.messages] == ["a", "b", "", "", "3", "c"]
+    assert request.prompt.messages[2].reasoning == "hm"
+
+
+def test_a_message_that_calls_tools_is_not_continued() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    assert refusal(messages=messages, continue_final_message=True).param == "continue_final_message"
 
 
 @pytest.mark.parametrize("name", ["other", "../../etc/passwd", "/etc/passwd", "C:\\x", "a\u0000b", "x" * 10_240])

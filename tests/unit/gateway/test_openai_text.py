@@ -113,7 +113,14 @@ def test_what_is_not_served_is_refused_by_name(field: str, value: Any) -> None:
 
 def test_messages_belong_to_conversations() -> None:
     assert refusal(messages=[{"role": "user", "content": "x"}]).param == "messages"
-    assert refusal(max_completion_tokens=5).param == "max_completion_tokens"
+    assert refusal(top_logprobs=5).param == "top_logprobs"
+
+
+def test_the_newer_name_of_the_limit_is_known_here_too() -> None:
+    """neuralmagic/guidellm sends both names to both routes."""
+    assert parse(max_completion_tokens=5).options.max_output_tokens == 5
+    assert parse(max_tokens=5, max_completion_tokens=5).options.max_output_tokens == 5
+    assert refusal(max_tokens=5, max_completion_tokens=6).param == "max_completion_tokens"
 
 
 def test_nothing_may_be_generated_where_the_prompt_is_echoed() -> None:

@@ -192,3 +192,35 @@ def test_without_any_output_wanted_nothing_is_shown_or_counted(model_text: Model
     assert isinstance(output, NoOutput)
     assert (delta.text, list(delta.token_ids), delta.finish_reason) == ("", [], FinishReason.LENGTH)
     assert output.num_tokens == 0
+
+
+IM_START = 1
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 9])
+@pytest.mark.parametrize(
+    ("fields", "text", "num_tokens"),
+    [
+        ({}, "one<", 3),
+        ({"include_stop_str_in_output": True}, "one<<|im_start|>", 3),
+        ({"skip_special_tokens": False}, "one<", 3),
+        ({"min_tokens": 4, "max_tokens": 9}, "one< two", 5),
+    ],
+)
+def test_a_stop_string_that_is_a_control_token_ends_the_text_also_where_such_tokens_are_not_shown(
+    model_text: ModelText, fields: dict[str, object], text: str, num_tokens: int, tokens_per_step: int
+) -> None:
+    """LostRuins/koboldcpp#791: what is not rendered was never found. What else was held back is shown."""
+    one, less, two = (encode(model_text, word) for word in ("one", "<", " two"))
+    token_ids = [*one, *less, IM_START, *two, IM_START, IM_START]
+    output = OutputText(model_text.tokenizer, options(stop=["<|im_start|>", "<END>"], **fields))
+
+    deltas = []
+    for start in range(0, len(token_ids), tokens_per_step):
+        deltas.append(output.take(token_ids[start : start + tokens_per_step], None))
+        if deltas[-1].finish_reason is not None:
+            break
+
+    assert "".join(delta.text for delta in deltas) == text
+    assert (deltas[-1].finish_reason, deltas[-1].stop_string) == (FinishReason.STOP, "<|im_start|>")
+    assert sum(len(delta.token_ids) for delta in deltas) == output.num_tokens == num_tokens

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import orjson
 import pytest
 from aiohttp import web
 
 from libs.errors import DeadlineExceeded, EngineLost, OctavoError
+from services.gateway.event_template import json_text
 from services.gateway.sse import PING, SseWriter, event
 from tests.patience import PATIENCE_SECONDS
 
@@ -153,3 +155,34 @@ async def read_chunk(reader: asyncio.StreamReader) -> bytes:
     """Read one chunk of a chunked body, as it was written."""
     size = int(await reader.readline(), 16)
     return (await reader.readexactly(size + 2))[:-2]
+
+
+@pytest.mark.parametrize("wish", [b"", b"Connection: keep-alive\r\n"])
+async def test_a_stream_without_chunks_ends_with_its_connection(server: Server, wish: bytes) -> None:
+    """aio-libs/aiohttp keeps it open where the client would like that, which then waits for an end for ever."""
+
+    async def write(writer: SseWriter) -> web.StreamResponse:
+        await writer.send(event(b"{}"))
+        return await writer.finish(b"")
+
+    server.write = write
+    reader, connection = await asyncio.open_connection("127.0.0.1", server.port)
+    connection.write(b"GET / HTTP/1.0\r\nHost: x\r\n" + wish + b"\r\n")
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        raw = await reader.read()
+    connection.close()
+
+    assert raw.endswith(b"data: {}\n\ndata: [DONE]\n\n")
+    assert b"keep-alive" not in raw
+
+
+def test_nothing_in_an_event_looks_like_the_end_of_a_line() -> None:
+    """florimondmanca/httpx-sse#34 and every client that reads streams with ``str.splitlines``."""
+    text = "".join(map(chr, [*range(0xA0), 0x2027, 0x2028, 0x2029, 0x202A, 0xFEFF, 0x1F600]))
+    written = event(orjson.dumps({"content": text}))
+
+    lines = written.decode().splitlines()
+    assert len(lines) == 2
+    assert orjson.loads(lines[0].removeprefix("data: ")) == {"content": text}
+    assert orjson.loads(b'"' + json_text(text) + b'"') == text
+    assert len(json_text(text).decode().splitlines()) == 1

@@ -206,6 +206,36 @@ async def test_an_echo_is_the_text_as_given_or_that_of_the_tokens(
     assert await echo(ChatPrompt((ChatMessage("user", "a"),))) == ""
 
 
+async def test_an_echos_offsets_are_places_in_the_text_that_is_shown(
+    text: TextPreparation, model_text: ModelText
+) -> None:
+    """vllm-project/vllm#47815: the text of control tokens was shown and not counted."""
+
+    async def prepared(prompt: Prompt, **fields: Any) -> PreparedPrompt:
+        body = {"model": "tiny", "prompt": "x", "echo": True, "logprobs": 0} | fields
+        asked = parse_text_completion(body, ModelFacts("tiny", 49152)).options
+        found = await text.prepare([prompt], asked, cache_salt=b"", max_model_len=64, num_body_bytes=200)
+        return found.prompts[0]
+
+    given = "<|im_start|>user\nHi 🦜<|im_end|>\n"
+    encode = model_text.tokenizer.encode
+    for prompt, fields in (
+        (TextPrompt(given), {}),
+        (TextPrompt(given), {"truncate_prompt_tokens": 4}),
+        (TextPrompt(given), {"truncate_prompt_tokens": 4, "skip_special_tokens": False}),
+        (TokenPrompt(tuple(encode(given, allow_special=True))), {}),
+        (TokenPrompt(tuple(encode(given, allow_special=True))), {"skip_special_tokens": False}),
+    ):
+        found = await prepared(prompt, **fields)
+        assert len(found.echoed_offsets) == len(found.token_ids)
+        for token_id, offset in zip(found.token_ids, found.echoed_offsets, strict=True):
+            shows_control = found.echoed_text == given or fields.get("skip_special_tokens") is False
+            if shows_control or not model_text.tokenizer.is_special(token_id):
+                name = model_text.tokenizer.token_bytes(token_id).decode(errors="ignore")
+                assert found.echoed_text[offset:].startswith(name), (fields, offset, name)
+    assert not (await prepared(TextPrompt(given), logprobs=None)).echoed_offsets
+
+
 async def test_bad_words_are_spelled_with_and_without_a_space(text: TextPreparation, model_text: ModelText) -> None:
     prepared = await text.prepare(
         [TokenPrompt((5,))],
