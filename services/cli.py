@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ _USAGE = "\n".join(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 for success, 2 for a command or configuration that cannot be used."""
+    # gRPC reads it when it is imported. It would write lines of its own beside our log when a peer dies.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help", "help"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
@@ -23,8 +23,10 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, RestrictedRegistry
 from prometheus_client.samples import Sample
+
+from libs.errors import InternalError
 
 # Each counter's time of birth would be half of what a scrape sends, and nothing here reads it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -50,6 +52,8 @@ _LATENCY_BUCKETS_SECONDS = (
 )
 _GAP_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2.5, 10, 60)
 _IDLE_GAP_BUCKETS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
+# How a request may end at a gateway.
+_ENDINGS = ("stop", "length", "aborted", "rejected", "error")
 _TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 65_536, 262_144)
 
 
@@ -156,7 +160,7 @@ class GatewayMetrics:
         )
         self.audit_records_dropped = Counter(
             "octavo_gateway_audit_records_dropped",
-            "Audit records lost because the spool was full.",
+            "Audit records lost: the spool was full, or telemetry refused them.",
             registry=registry,
         )
         self.limit_refusals = Counter(
@@ -190,6 +194,10 @@ class GatewayMetrics:
             "Requests of an earlier gateway process that were closed as gateway_lost.",
             registry=registry,
         )
+        for counter in (self.requests_ended, self.prompt_tokens, self.completion_tokens):
+            for ending in _ENDINGS:
+                # There from the start: the first one to count would be no increase for who reads.
+                counter.labels(ending)
 
     def add_up(self) -> None:
         """Let other processes see all that this one has counted."""
@@ -280,6 +288,13 @@ class RouterMetrics:
             "Rows of prompt_prefix_cache not written: too many waited, or Redis was away.",
             registry=registry,
         )
+        self._engine_ids: frozenset[str] = frozenset()
+
+    def keep_engines(self, engine_ids: frozenset[str]) -> None:
+        """Show these engines from now on and forget others: names of engines come and go without end."""
+        for engine_id in self._engine_ids - engine_ids:
+            self.placements.remove(engine_id)
+        self._engine_ids = engine_ids
 
 
 class EngineMetrics:
@@ -340,7 +355,10 @@ class EngineMetrics:
             "octavo_engine_preemptions", "Requests that gave up their blocks.", registry=registry
         )
         self.requests_ended = Counter(
-            "octavo_engine_requests_ended", "Requests by how they ended.", ["status"], registry=registry
+            "octavo_engine_requests_ended",
+            "Sequences by how they ended, one for each choice of a request.",
+            ["status"],
+            registry=registry,
         )
         self.queue_seconds = Histogram(
             "octavo_engine_queue_seconds",
@@ -354,6 +372,13 @@ class EngineMetrics:
         self.integrity_faults = Counter(
             "octavo_engine_integrity_faults", "Faults found by check_integrity.", registry=registry
         )
+
+    def show_nothing(self) -> None:
+        """Set what an engine holds to none."""
+        self.running_requests.set(0)
+        self.waiting_requests.set(0)
+        for state in ("free", "evictable", "held"):
+            self.blocks.labels(state).set(0)
 
 
 class WorkerMetrics:
@@ -458,6 +483,11 @@ class TelemetryMetrics:
             "Bytes of batches cut off by a crash before they were acknowledged.",
             registry=registry,
         )
+        self.spool_lost_bytes = Counter(
+            "octavo_telemetry_spool_lost_bytes",
+            "Bytes of batches that were acknowledged and that the disk has damaged.",
+            registry=registry,
+        )
         self.insert_seconds = Histogram(
             "octavo_telemetry_insert_seconds",
             "Time of an insert.",
@@ -477,21 +507,34 @@ def serve_metrics(
     """Serve ``/metrics`` from a thread of its own; port 0 serves nothing.
 
     ``before_scrape`` brings gauges up to date, so that they are true also while nothing happens.
+
+    Raises:
+        InternalError: the port cannot be had.
     """
     if port == 0:
         return None
-    if before_scrape is not None:
-        registry.register(_BeforeScrape(before_scrape))
-    server, _ = start_http_server(port, registry=registry)
+    served = registry if before_scrape is None else _FreshRegistry(registry, before_scrape)
+    try:
+        server, _ = start_http_server(port, registry=served)
+    except (OSError, OverflowError) as error:
+        raise InternalError(
+            f"Metrics cannot be served on port {port}: {error}; set another metrics_port."
+        ) from error
     return server
 
 
-class _BeforeScrape(Collector):
-    """A collector without metrics that runs a function first."""
+class _FreshRegistry(CollectorRegistry):
+    """A registry that runs a function before anything of it is read."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, registry: CollectorRegistry, function: Callable[[], None]) -> None:
+        super().__init__()
+        self._registry = registry
         self._function = function
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterator[Metric]:
         self._function()
-        return ()
+        yield from self._registry.collect()
+
+    def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
+        self._function()
+        return self._registry.restricted_registry(names)

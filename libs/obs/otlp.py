@@ -7,8 +7,10 @@ is away is dropped.
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from opentelemetry import trace
@@ -27,6 +29,10 @@ _log = get_logger("tracing")
 _MAX_QUEUED_SPANS: Final = 8_192
 _SEND_INTERVAL_MILLIS: Final = 1_000
 _SEND_TIMEOUT_SECONDS: Final = 2.0
+# Less than any tier may take to end. A full queue takes part of a second where somebody takes it.
+_CLOSE_SECONDS: Final = 2.0
+# Between two events that tell that spans were not sent.
+_QUIET_SECONDS: Final = 60.0
 _KINDS: Final = {
     SpanKind.SERVER: trace.SpanKind.SERVER,
     SpanKind.CLIENT: trace.SpanKind.CLIENT,
@@ -45,13 +51,13 @@ class OtlpTracer:
         )
         # Who calls decides for the whole trace; the fraction is for those who come without one.
         sampler = ParentBased(TraceIdRatioBased(sample_fraction))
-        exporter = OTLPSpanExporter(
+        self._exporter = OTLPSpanExporter(
             endpoint, insecure=not endpoint.startswith("https://"), timeout=_SEND_TIMEOUT_SECONDS
         )
         self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                exporter, max_queue_size=_MAX_QUEUED_SPANS, schedule_delay_millis=_SEND_INTERVAL_MILLIS
+                self._exporter, max_queue_size=_MAX_QUEUED_SPANS, schedule_delay_millis=_SEND_INTERVAL_MILLIS
             )
         )
         self._tracer = self._provider.get_tracer("octavo")
@@ -78,8 +84,17 @@ class OtlpTracer:
         return _OtlpSpan(span, offset_ns)
 
     def close(self) -> None:
-        """Send what is left, for a bounded time; blocks."""
-        self._provider.shutdown()
+        """Send what is left, for a bounded time; blocks.
+
+        The SDK's own bound is half a minute, for which each batch waits out its time at an endpoint that is away.
+        """
+        closing = threading.Thread(target=self._provider.shutdown, name="close-tracer", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            _log.warning("spans were left unsent", waited_seconds=_CLOSE_SECONDS)
+            # From now on every batch fails at once, and so the thread ends.
+            self._exporter.shutdown()
 
 
 class _OtlpSpan:
@@ -117,10 +132,21 @@ class _OtlpSpan:
 
 
 class _FailureLog(logging.Handler):
-    """Tells of the SDK's warnings in our log, where they would be lines of another shape."""
+    """Tells of the SDK's warnings in our log, where they would be lines of another shape.
+
+    While an endpoint is away there is one for each second; so many say no more than one a minute.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._monotonic = monotonic
+        self._quiet_until = -math.inf
 
     def emit(self, record: logging.LogRecord) -> None:
-        _log.warning("spans were not sent", detail=record.getMessage())
+        now = self._monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + _QUIET_SECONDS
+            _log.warning("spans were not sent", detail=record.getMessage())
 
 
 def _tell_of_failures() -> None:

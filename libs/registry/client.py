@@ -26,5 +26,7 @@ def make_redis(url: str) -> Redis:
         retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2),
         retry_on_error=[RedisConnectionError, RedisTimeoutError],
         decode_responses=True,
+        # What a stranger wrote must not make all that is read with it unreadable.
+        encoding_errors="replace",
     )
     return client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,11 @@ from redis.exceptions import RedisError
 
 from libs.errors import StoreUnavailable
 from libs.kv import PrefixHash
+from libs.kv.prefix_hash import HASH_BYTES
 from libs.registry.client import RedisFields
 
+# What a pattern of keys does not take as it stands.
+_GLOB, _ESCAPED = re.compile(r"[*?\[\]\\^]"), r"\\\g<0>"
 _MANIFEST, _PREFIX_CACHE = "prompt_cache_manifest", "prompt_prefix_cache"
 
 
@@ -85,7 +89,9 @@ class PrefixRegistry:
         """Remove a node's rows, as when its worker was lost; raises StoreUnavailable."""
         try:
             batch: list[str] = []
-            async for key in self._redis.scan_iter(f"{_MANIFEST}:*:{node_id}", count=1000):
+            # As many characters as a hash has, so that a name which ends like this one is another.
+            pattern = f"{_MANIFEST}:{'?' * (2 * HASH_BYTES)}:{_GLOB.sub(_ESCAPED, node_id)}"
+            async for key in self._redis.scan_iter(pattern, count=1000):
                 batch.append(key)
                 if len(batch) == 1000:
                     await self._redis.unlink(*batch)

@@ -129,7 +129,7 @@ class Segment:
         try:
             return scan_frames(self.path.read_bytes())
         except FileNotFoundError:
-            return FrameScan((), num_whole_bytes=0, num_torn_bytes=0)
+            return FrameScan((), num_whole_bytes=0, num_damaged_bytes=0, num_torn_bytes=0)
 
     def records(self) -> list[bytes]:
         """Read the whole records, in the order in which they were appended."""

@@ -225,9 +225,13 @@ class EngineLoop:
 
     def refresh_gauges(self) -> None:
         """Bring gauges up to date, as before a scrape; counters are always."""
-        if self._scheduler is None:
+        # Scrapes come from a thread of their own, during which workers may be lost.
+        scheduler = self._scheduler
+        if scheduler is None:
+            # What was held at their loss is gone.
+            self._metrics.show_nothing()
             return
-        load, blocks = self._scheduler.load, self._scheduler.kv_cache.block_counts
+        load, blocks = scheduler.load, scheduler.kv_cache.block_counts
         self._metrics.running_requests.set(load.num_running)
         self._metrics.waiting_requests.set(load.num_waiting)
         for state, count in (

@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
-from libs.errors import OctavoError
+from libs.errors import InternalError, OctavoError
+from libs.obs import get_logger
 from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
 from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
 from libs.rpc import Registration, abort_with, duration_from_seconds
 from services.engine import wire
 from services.engine.loop import EngineLoop
 from services.engine.outbox import Outbox
+
+_log = get_logger("servicer")
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -63,6 +66,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             outbox.close()
         except OctavoError as error:
             outbox.close(error)
+        except Exception as error:
+            # A stream that nobody reads any more must not look alive.
+            _log.exception("gateway's stream failed", error=str(error))
+            outbox.close(InternalError("The engine could not read the gateway's stream."))
 
 
 class _SendStamps:

@@ -131,7 +131,12 @@ class AcceptedSpool:
         replay = _Replay()
         for segment in read_segments(self._directory):
             self._segments.append(segment)
-            for raw in segment.records():
+            scan = segment.scan()
+            if scan.num_damaged_bytes:
+                log.error(
+                    "the disk has damaged the spool", file=str(segment.path), num_bytes=scan.num_damaged_bytes
+                )
+            for raw in scan.records:
                 try:
                     entry = _decoder.decode(raw)
                 except msgspec.DecodeError as error:

@@ -79,7 +79,7 @@ class RequestAccount:
     @property
     def num_billed_tokens(self) -> int:
         """Prompt and completion as ``usage`` and the audit tell them; none if all that came of it is an error."""
-        if self._end is not None and self._end.error is not None and not self.has_delivered:
+        if self._end is not None and self._end.error is not None and not self.num_completion_tokens:
             return 0
         return self.num_prompt_tokens + self.num_completion_tokens
 
@@ -126,6 +126,9 @@ class RequestAccount:
 
     def fail(self, error: OctavoError, *, is_head_sent: bool) -> None:
         """End with an error that the client is told."""
+        if self._end is None and not is_head_sent:
+            # All that the client sees is the error. What was taken for an answer as a whole is surplus.
+            self.num_completion_tokens = 0
         is_rejection = (
             isinstance(error, _REJECTIONS) and not isinstance(error, _FAULTS) and self._first_token_time is None
         )

@@ -87,6 +87,7 @@ class AuditTrail:
         self._is_closing = asyncio.Event()
         self._idle = asyncio.Event()
         self._is_telemetry_silent = False
+        self._is_spool_full = False
         self._take_leftovers()
 
     def accepted(self, request: AcceptedRequest) -> None:
@@ -94,7 +95,12 @@ class AuditTrail:
         try:
             self._spool.accept(request)
         except StoreUnavailable as error:
-            log.warning("accepted request not spooled", request_id=request.request_id, error=error.message)
+            # Once: who writes a line for each request on a disk that is full makes it no better.
+            if not self._is_spool_full:
+                log.warning("accepted requests are not spooled", request_id=request.request_id, error=error.message)
+            self._is_spool_full = True
+        else:
+            self._is_spool_full = False
 
     def ended(self, record: AuditRecord) -> None:
         """Spool the record and queue it for its batch."""

@@ -20,7 +20,10 @@ Answered = TypeVar("Answered", covariant=True)
 
 # What may stand in a header and in a log line: visible ASCII, of bounded length.
 _CLIENT_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+# W3C Trace Context, section 3.2: version ff and ids of zeros are none; a later version may say more behind.
+_TRACEPARENT: Final = re.compile(
+    r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(-.*)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,5 +117,9 @@ def read_client_request_id(value: str | None) -> str | None:
 
 
 def read_traceparent(value: str | None) -> str | None:
-    """Return W3C's trace context, if it is one."""
-    return value if value is not None and _TRACEPARENT.fullmatch(value) else None
+    """Return W3C's trace context in the version that all tiers read, if it is one."""
+    match = None if value is None else _TRACEPARENT.fullmatch(value)
+    if match is None:
+        return None
+    version, context, more = match.groups()
+    return None if version == "00" and more else f"00-{context}"

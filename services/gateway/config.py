@@ -20,6 +20,7 @@ _POSITIVE = (
     "router_timeout_seconds",
     "retry_placement_timeout_seconds",
     "engine_accept_timeout_seconds",
+    "engine_suspicion_seconds",
     "directory_refresh_seconds",
     "api_keys_poll_seconds",
     "readiness_timeout_seconds",
@@ -120,6 +121,11 @@ class GatewayConfig:
     )
     engine_accept_timeout_seconds: float = setting(
         10.0, "Time for an engine to say that it has taken a request.", unit="seconds"
+    )
+    engine_suspicion_seconds: float = setting(
+        15.0,
+        "How long an engine that did not take a request, or lost it at once, gets none while there are others.",
+        unit="seconds",
     )
     directory_refresh_seconds: float = setting(
         2.0, "Time between two looks at which engines exist.", unit="seconds"

@@ -60,8 +60,7 @@ class EngineDirectory:
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
         """The engines of this model that answered last time and hash prefixes as the gateway does, by id."""
-        engines = (engine for engine in self._engines.values() if self._is_ours(engine))
-        return tuple(sorted(engines, key=lambda engine: engine.engine_id))
+        return tuple(_by_id(engine for engine in self._engines.values() if self._is_ours(engine)))
 
     @property
     def max_model_len(self) -> int | None:
@@ -98,8 +97,7 @@ class EngineDirectory:
 
     async def ask_all(self, timeout_seconds: float) -> list[EngineStatus]:
         """Ask all known engines what they are doing now; those that do not answer in time are left out."""
-        answers = await self._ask(self._known_addresses(), timeout_seconds)
-        return sorted(answers, key=lambda engine: engine.engine_id)
+        return _by_id(await self._ask(self._known_addresses(), timeout_seconds))
 
     async def has_ready_engine(self, timeout_seconds: float) -> bool:
         """Ask engines themselves whether one takes requests now."""
@@ -189,3 +187,12 @@ class EngineDirectory:
         if source in self._silent_sources:
             self._silent_sources.discard(source)
             log.info("source of engines answers again", source=source)
+
+
+def _by_id(engines: Iterable[EngineStatus]) -> list[EngineStatus]:
+    """Return each engine once, by id: one may be known by several addresses, and is one engine all the same."""
+    found: dict[str, EngineStatus] = {}
+    # Of several answers the one of a ready engine counts.
+    for engine in sorted(engines, key=lambda engine: (engine.state is EngineState.READY, engine.address)):
+        found[engine.engine_id] = engine
+    return [found[engine_id] for engine_id in sorted(found)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ from services.gateway.engine_times import Journey
 from services.gateway.generation import ChoiceStep, EngineUsage, Submission, TokenLogprob
 from services.gateway.peers import PlacementAsk
 from services.gateway.placement import Place, Placements
+from services.gateway.suspect_engines import SuspectEngines
 
 log = get_logger("failover")
 
@@ -43,6 +44,8 @@ class FailoverSettings:
     max_retries: int
     retry_placement_timeout_seconds: float
     accept_timeout_seconds: float
+    # How long an engine that a request did not reach gets none while there are others.
+    suspicion_seconds: float
 
 
 class Generations:
@@ -52,13 +55,16 @@ class Generations:
         self._placements = placements
         self._streams = streams
         self._settings = settings
+        self._suspects = SuspectEngines(settings.suspicion_seconds, time.monotonic)
 
     def new(self, ask: PlacementAsk, submission: Submission, *, deadline: float, news: asyncio.Event) -> Generation:
         """Return a generation that has not started.
 
         ``deadline`` is on the event loop's clock; ``news`` is set when the generation has something to take.
         """
-        return Generation(self._placements, self._streams, self._settings, ask, submission, deadline, news)
+        return Generation(
+            self._placements, self._streams, self._suspects, self._settings, ask, submission, deadline, news
+        )
 
 
 class Generation:
@@ -68,6 +74,7 @@ class Generation:
         self,
         placements: Placements,
         streams: EngineStreams,
+        suspects: SuspectEngines,
         settings: FailoverSettings,
         ask: PlacementAsk,
         submission: Submission,
@@ -76,6 +83,7 @@ class Generation:
     ) -> None:
         self._placements = placements
         self._streams = streams
+        self._suspects = suspects
         self._settings = settings
         self._ask = ask
         self._submission = submission
@@ -138,18 +146,21 @@ class Generation:
         """
         async with _until(self._deadline):
             asked_ns = self.journey.asked_ns = time.monotonic_ns()
-            self._place = await self._placements.place(self._ask, deadline=self._deadline)
+            self._place = await self._first_place()
             self.journey.placement_ns = time.monotonic_ns() - asked_ns
             while not self._has_started:
                 tried_ns = time.monotonic_ns()
                 try:
                     await self._attempt(self._place)
                 except _RETRYABLE as error:
+                    if isinstance(error, EngineLost):
+                        self._suspects.suspect(self._place.choice.engine_id)
                     if self.num_retries >= self._settings.max_retries:
                         raise
                     self._place = await self._place_again(self._place, error)
                     self.journey.retry_ns += time.monotonic_ns() - tried_ns
                 else:
+                    self._suspects.trust(self._place.choice.engine_id)
                     self._has_started = True
 
     def take(self) -> list[ChoiceStep]:
@@ -204,8 +215,14 @@ class Generation:
             raise self._request.early_failure
         place.mark_started()
 
+    async def _first_place(self) -> Place:
+        suspects = self._suspects.engine_ids
+        if suspects and self._placements.knows_engine_beside(suspects):
+            return await self._place_beside(suspects)
+        return await self._placements.place(self._ask, deadline=self._deadline)
+
     async def _place_again(self, failed: Place, error: OctavoError) -> Place:
-        """Give the failed engine up and find another one; where there is no other, any."""
+        """Give the failed engine up and find another one."""
         log.warning(
             "request is placed again",
             request_id=self._ask.request_id,
@@ -214,12 +231,16 @@ class Generation:
         )
         self.stop()
         self.num_retries += 1
-        elsewhere = dataclasses.replace(self._ask, excluded_engine_ids=(failed.choice.engine_id,))
+        return await self._place_beside({failed.choice.engine_id, *self._suspects.engine_ids})
+
+    async def _place_beside(self, engine_ids: Collection[str]) -> Place:
+        """Find an engine that is none of these; where there is no other, any."""
+        elsewhere = dataclasses.replace(self._ask, excluded_engine_ids=tuple(sorted(engine_ids)))
         try:
             async with asyncio.timeout(self._settings.retry_placement_timeout_seconds):
                 return await self._placements.place(elsewhere, deadline=self._deadline)
         except (NoEngineAvailable, TimeoutError):
-            # The failed engine may have come back by now.
+            # One of them may have come back by now.
             await asyncio.sleep(_BACKOFF_SECONDS)
             return await self._placements.place(self._ask, deadline=self._deadline)
 

@@ -361,6 +361,7 @@ def _make_parts(
         max_retries=config.max_placement_retries,
         retry_placement_timeout_seconds=config.retry_placement_timeout_seconds,
         accept_timeout_seconds=config.engine_accept_timeout_seconds,
+        suspicion_seconds=config.engine_suspicion_seconds,
     )
     body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_seconds)
     completions = Completions(

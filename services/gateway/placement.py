@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from libs.errors import NoEngineAvailable, OctavoError
+from libs.errors import Draining, ModelNotFound, NoEngineAvailable, OctavoError
 from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics
 from services.gateway.clients import PlacementCall, RouterClient
@@ -86,6 +86,13 @@ class Placements:
                 self._metrics.own_placements.inc()
         return self._counted(Place(self._pick(ask), on_started=_nothing, on_released=_nothing))
 
+    def knows_engine_beside(self, engine_ids: Collection[str]) -> bool:
+        """Tell whether an engine was ready at the last look that is none of these."""
+        return any(
+            engine.state is EngineState.READY and engine.engine_id not in engine_ids
+            for engine in self._directory.engines
+        )
+
     def _counted(self, place: Place) -> Place:
         # Counted before anything is sent, so that a burst does not see the same idle engine.
         address = place.choice.address
@@ -111,10 +118,7 @@ class Placements:
             and engine.engine_id not in ask.excluded_engine_ids
         ]
         if not candidates:
-            raise NoEngineAvailable(
-                "No engine is ready to take the request; try again shortly.",
-                retry_after_seconds=_RETRY_AFTER_SECONDS,
-            )
+            raise _no_engine()
         fewest = min(self._num_placed[engine.address] for engine in candidates)
         engine = self._random.choice(
             [engine for engine in candidates if self._num_placed[engine.address] == fewest]
@@ -292,7 +296,7 @@ class _Session:
                 # It was withdrawn while the place was on its way.
                 self.tell(_Notice.FINISHED, request_id)
             elif isinstance(outcome, OctavoError):
-                answer.set_exception(outcome)
+                answer.set_exception(_as_told(outcome))
             else:
                 answer.set_result(outcome)
 
@@ -316,6 +320,25 @@ class _Session:
             if self._waiting and loop.time() - self._heard_time >= self._timeout_seconds:
                 await self._client.check_alive(self._timeout_seconds)
                 self._heard_time = loop.time()
+
+
+def _as_told(refusal: OctavoError) -> Exception:
+    """Return what a router's refusal means for the request."""
+    match refusal:
+        case Draining():
+            # It speaks of the router alone: engines may have room for the request all the same.
+            return RouterSilent()
+        case ModelNotFound():
+            # This gateway serves the model, so its client is not wrong: the engines are not there.
+            return _no_engine()
+        case _:
+            return refusal
+
+
+def _no_engine() -> NoEngineAvailable:
+    return NoEngineAvailable(
+        "No engine is ready to take the request; try again shortly.", retry_after_seconds=_RETRY_AFTER_SECONDS
+    )
 
 
 def _nothing() -> None:

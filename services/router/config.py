@@ -42,6 +42,10 @@ class RouterConfig:
         unit="seconds",
     )
     max_hashes_per_engine: int = setting(1_000_000, "Prefix hashes remembered for each engine; more are left out.")
+    max_hashes: int = setting(
+        16_000_000,
+        "Prefix hashes remembered in all, at some 115 bytes each; more are left out, which costs prefix hits.",
+    )
 
     max_waiting_requests: int = setting(4_096, "Requests that wait for a place; more are refused at once.")
     max_wait_seconds: float = setting(
@@ -84,7 +88,13 @@ class RouterConfig:
     drain_grace_seconds: float = setting(2.0, "How long streams may take to end at shutdown.", unit="seconds")
 
     def __post_init__(self) -> None:
-        for name in ("max_engines", "max_hashes_per_engine", "max_waiting_requests", "max_requests_per_gateway"):
+        for name in (
+            "max_engines",
+            "max_hashes_per_engine",
+            "max_hashes",
+            "max_waiting_requests",
+            "max_requests_per_gateway",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
         for name in (

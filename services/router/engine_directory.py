@@ -7,8 +7,10 @@ order, and fences what is old. It must not know sockets, Redis or the clock: tim
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from libs.errors import EngineLost
 from libs.kv import PrefixHash
@@ -16,6 +18,8 @@ from services.router.engine_events import SnapshotHead, SnapshotPart, WatchEvent
 from services.router.placed_load import PlacedLoad, PlacementKey
 from services.router.policy.facts import EngineFacts, EngineId, EngineIdentity, EngineLoad, EngineState
 from services.router.prefix_index import BlockChanges, EventCursor, PrefixIndex, ResyncNeeded
+
+_MAX_MODEL_NAMES: Final = 1_024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +67,18 @@ class _StagedSnapshot:
 class EngineDirectory:
     """Engines by id. Watches write, placement reads and counts."""
 
-    def __init__(self, *, report_lag_seconds: float, load_stale_seconds: float, max_hashes_per_engine: int) -> None:
+    def __init__(
+        self, *, report_lag_seconds: float, load_stale_seconds: float, max_hashes_per_engine: int, max_hashes: int
+    ) -> None:
         self._report_lag_seconds = report_lag_seconds
         self._load_stale_seconds = load_stale_seconds
         self._max_hashes_per_engine = max_hashes_per_engine
-        self.index = PrefixIndex(max_hashes_per_engine)
+        self.index = PrefixIndex(max_hashes_per_engine=max_hashes_per_engine, max_hashes=max_hashes)
         self._entries: dict[EngineId, _Entry] = {}
         self._staged: dict[WatchTarget, _StagedSnapshot] = {}
         self._unidentified: set[WatchTarget] = set()
+        # Of all engines that were ever known, the latest last: a model does not cease to exist with an engine.
+        self._model_names: OrderedDict[str, None] = OrderedDict()
 
     # What leases and configuration say.
 
@@ -85,6 +93,7 @@ class EngineDirectory:
             entry = self._entries[leased.engine_id] = self._new_entry(leased)
         elif not entry.is_watched and leased.incarnation >= entry.identity.incarnation:
             entry.identity = leased
+        self._note_model(leased.model_name)
         entry.leased_incarnation = leased.incarnation
 
     def end_lease(self, engine_id: EngineId) -> None:
@@ -157,9 +166,9 @@ class EngineDirectory:
         """Tell whether any engine is known."""
         return bool(self._entries)
 
-    def may_serve_unknown_models(self) -> bool:
-        """Tell whether a configured address has yet to say which model it serves."""
-        return bool(self._unidentified)
+    def may_serve(self, model_name: str) -> bool:
+        """Tell whether engines of a model may come: there were some, or a configured address has yet to say."""
+        return model_name in self._model_names or bool(self._unidentified)
 
     def num_cached_tokens(self, facts: EngineFacts, chain: Sequence[PrefixHash], num_prompt_tokens: int) -> int:
         """Return the prompt tokens expected in the engine's cache; the last token is always computed."""
@@ -208,6 +217,12 @@ class EngineDirectory:
 
     def _new_entry(self, identity: EngineIdentity) -> _Entry:
         return _Entry(identity, PlacedLoad(self._report_lag_seconds))
+
+    def _note_model(self, model_name: str) -> None:
+        self._model_names[model_name] = None
+        self._model_names.move_to_end(model_name)
+        if len(self._model_names) > _MAX_MODEL_NAMES:
+            self._model_names.popitem(last=False)
 
     def _drop(self, engine_id: EngineId) -> None:
         entry = self._entries.pop(engine_id)
@@ -267,6 +282,7 @@ class EngineDirectory:
             entry.placed = PlacedLoad(self._report_lag_seconds)
         entry.identity, entry.state, entry.target, entry.cursor = identity, staged.head.state, target, cursor
         entry.load = None
+        self._note_model(identity.model_name)
         self.index.replace(identity.engine_id, staged.prefix_hashes)
         if staged.head.load is not None:
             self._take_load(entry, staged.head.load, now)
@@ -279,4 +295,4 @@ class EngineDirectory:
 
     def _take_load(self, entry: _Entry, load: EngineLoad, now: float) -> None:
         entry.state, entry.load, entry.load_received_at = load.state, load, now
-        entry.placed.on_report(now)
+        entry.placed.on_report(now, load.num_running_requests + load.num_waiting_requests)

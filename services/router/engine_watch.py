@@ -209,6 +209,7 @@ class EngineWatcher:
 
     def _count_engines(self) -> None:
         statuses = self._directory.statuses()
+        self._metrics.keep_engines(frozenset(status.identity.engine_id for status in statuses))
         num_watched = sum(status.is_watched for status in statuses)
         self._metrics.engines.labels(is_watched="true").set(num_watched)
         self._metrics.engines.labels(is_watched="false").set(len(statuses) - num_watched)

@@ -45,6 +45,7 @@ async def _serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
         report_lag_seconds=config.report_lag_seconds,
         load_stale_seconds=config.load_stale_seconds,
         max_hashes_per_engine=config.max_hashes_per_engine,
+        max_hashes=config.max_hashes,
     )
     placement = Placement(
         config,

@@ -32,7 +32,14 @@ from services.router.config import RouterConfig
 from services.router.engine_directory import EngineDirectory
 from services.router.fair_queue import FairQueue, LaneKey, QueueFull, WaitingRequest
 from services.router.placed_load import PlacementKey
-from services.router.policy.facts import Candidate, EngineFacts, EngineId, PlacementRequest, ScoredCandidate
+from services.router.policy.facts import (
+    Candidate,
+    EngineFacts,
+    EngineId,
+    EngineIdentity,
+    PlacementRequest,
+    ScoredCandidate,
+)
 from services.router.policy.filters import (
     Filter,
     FitsPrompt,
@@ -234,12 +241,13 @@ class Placement:
         held_up: set[LaneKey] = set()
         while (first := self._queue.first(passing_over=held_up)) is not None:
             try:
-                if not self._try_to_place(first, now):
+                if self._try_to_place(first, now):
+                    self._queue.serve(first.key)
+                else:
                     held_up.add(first.lane_key)
-                    continue
             except OctavoError as error:
+                self._queue.remove(first.key)
                 self._reject(first, error, now)
-            self._queue.remove(first.key)
         self._metrics.waiting_requests.set(len(self._queue))
 
     def _as_waiting(self, gateway_id: GatewayId, request: PlacementRequest, now: float) -> WaitingRequest:
@@ -369,20 +377,23 @@ class Placement:
     def _raise_if_hopeless(
         self, shortage: Shortage, engines: Sequence[EngineFacts], request: PlacementRequest
     ) -> None:
-        """Raise when no engine that is known could ever take the request; otherwise it waits."""
+        """Raise when no engine that is known could ever take the request; otherwise it waits.
+
+        One that is lost or loads just now counts as well: it comes back.
+        """
         name = request.model_name
         served = [engine.identity for engine in engines if engine.identity.model_name == name]
+        limits = [identity.capacity.max_model_len for identity in served if identity.capacity]
         match shortage:
-            case Shortage.MODEL_NOT_SERVED if engines and not self._directory.may_serve_unknown_models():
+            case Shortage.MODEL_NOT_SERVED if engines and not self._directory.may_serve(name):
                 raise ModelNotFound(f"The model {name!r} does not exist here.", param="model")
-            case Shortage.CONTRACT_DIFFERS:
+            case Shortage.CONTRACT_DIFFERS if not any(_may_share(identity, request) for identity in served):
                 ids = ", ".join(identity.engine_id for identity in served)
                 raise HashContractMismatch(
                     f"The gateway's tokenizer or block size for {name!r} is not that of its engines ({ids}); give "
                     "gateways and engines the same model files and block size."
                 )
-            case Shortage.PROMPT_TOO_LONG:
-                limits = [identity.capacity.max_model_len for identity in served if identity.capacity]
+            case Shortage.PROMPT_TOO_LONG if request.num_prompt_tokens >= max(limits):
                 raise ContextLengthExceeded.of(
                     num_prompt_tokens=request.num_prompt_tokens, max_output_tokens=1, max_model_len=max(limits)
                 )
@@ -417,6 +428,12 @@ class Placement:
     def _gateway_of(self, waiting: WaitingRequest) -> _Gateway:
         gateway_id, _ = waiting.key
         return self._gateways[GatewayId(gateway_id)]
+
+
+def _may_share(identity: EngineIdentity, request: PlacementRequest) -> bool:
+    """Tell whether an engine has the request's hash contract or may turn out to; one that loads has none yet."""
+    contract = identity.hash_contract
+    return contract == request.hash_contract or not contract.tokenizer_digest
 
 
 def _key(gateway_id: GatewayId, request_id: str) -> PlacementKey:

@@ -47,13 +47,14 @@ class EventCursor:
 
 
 class PrefixIndex:
-    """Sets of prefix hashes by engine, each bounded.
+    """Sets of prefix hashes by engine, each bounded and bounded together.
 
-    Hashes beyond the bound are left out and counted; they are prefix matches missed, nothing worse.
+    Hashes beyond a bound are left out and counted; they are prefix matches missed, nothing worse.
     """
 
-    def __init__(self, max_hashes_per_engine: int) -> None:
+    def __init__(self, *, max_hashes_per_engine: int, max_hashes: int) -> None:
         self._max_hashes_per_engine = max_hashes_per_engine
+        self._max_hashes = max_hashes
         self._hashes: dict[EngineId, set[PrefixHash]] = {}
         self.num_hashes = 0
         self.num_left_out = 0
@@ -96,8 +97,9 @@ class PrefixIndex:
     def _store(self, engine_id: EngineId, hashes: Iterable[PrefixHash]) -> None:
         held = self._hashes[engine_id]
         before = len(held)
+        most = min(self._max_hashes_per_engine, before + self._max_hashes - self.num_hashes)
         for prefix_hash in hashes:
-            if len(held) < self._max_hashes_per_engine:
+            if len(held) < most:
                 held.add(prefix_hash)
             elif prefix_hash not in held:
                 self.num_left_out += 1

@@ -201,10 +201,10 @@ def _identity_from_wire(engine: engine_pb2.Engine, state: EngineState) -> Engine
     if not engine.engine_id:
         raise InternalError("The engine sent no engine_id.")
     sizes = (engine.num_blocks, engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens)
-    if state is EngineState.READY and 0 in sizes:
+    if state is EngineState.READY and 0 in (*sizes, engine.hash_contract.block_size):
         raise InternalError(
             f"{engine.engine_id} is ready, but num_blocks, max_model_len, max_num_seqs, max_num_batched_tokens are "
-            f"{', '.join(map(str, sizes))}."
+            f"{', '.join(map(str, sizes))}, and block_size is {engine.hash_contract.block_size}."
         )
     capacity = EngineCapacity(
         num_blocks=engine.num_blocks,
@@ -230,7 +230,8 @@ def _load_from_wire(load: engine_pb2.EngineLoad) -> EngineLoad:
     rate = load.prefill_tokens_per_second if load.HasField("prefill_tokens_per_second") else None
     decode_step_seconds = None
     if load.HasField("decode_step_duration"):
-        decode_step_seconds = seconds_from_duration(load.decode_step_duration)
+        # What no clock measures would make waits that nothing can be divided by.
+        decode_step_seconds = max(0.0, seconds_from_duration(load.decode_step_duration))
     return EngineLoad(
         state=_state_from_wire(load.state),
         num_running_requests=load.num_running_requests,

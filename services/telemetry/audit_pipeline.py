@@ -70,6 +70,8 @@ class AuditPipeline:
         # Has no deadline until `stop` gives it one.
         self._limit = asyncio.timeout(None)
         self._next_insert_time = 0.0
+        # What of the file at hand is in the store, set aside or told: a next try begins where this one failed.
+        self._handled: set[str | bytes] = set()
 
     async def take(self, batch: AuditBatch) -> bool:
         """Make a batch durable; return False if it had been taken before.
@@ -159,29 +161,46 @@ class AuditPipeline:
             batches = await self._on_disk_thread(partial(self._spool.read, segment))
             await self._send(batches)
             await self._on_disk_thread(partial(self._spool.confirm, batches))
+            self._handled.clear()
 
     async def _send(self, batches: SealedBatches) -> None:
+        path = str(batches.segment.path)
+        if batches.num_lost_bytes and path not in self._handled:
+            self._handled.add(path)
+            self._metrics.spool_lost_bytes.inc(batches.num_lost_bytes)
+            self._log.error(
+                "batches that were taken are damaged on the disk; check it",
+                file=path,
+                num_bytes=batches.num_lost_bytes,
+            )
         num_rows = self._settings.batch_max_rows
         for start in range(0, len(batches.records), num_rows):
             await self._insert(batches.records[start : start + num_rows])
         for data in batches.undecodable:
-            await self._set_aside(partial(self._dead_letters.add_raw, data), "it cannot be decoded", None)
+            if data not in self._handled:
+                await self._set_aside(partial(self._dead_letters.add_raw, data), "it cannot be decoded", None)
+                self._handled.add(data)
 
     async def _insert(self, records: Sequence[AuditRecord]) -> None:
         """Insert records; when the store refuses some, find them by halving and set them aside."""
+        token = insert_token(records)
+        if token in self._handled:
+            return
         await self._wait_for_turn()
         try:
             with self._metrics.insert_seconds.time():
-                await self._store.insert(records, insert_token(records))
+                await self._store.insert(records, token)
         except RowsRefused as error:
             if len(records) == 1:
                 await self._set_aside(partial(self._dead_letters.add, records[0]), str(error), records[0])
+                self._handled.add(token)
                 return
             middle = len(records) // 2
             await self._insert(records[:middle])
             await self._insert(records[middle:])
         else:
             self._metrics.rows_inserted.inc(len(records))
+            self._handled.add(token)
 
     async def _set_aside(self, add: Callable[[], None], reason: str, record: AuditRecord | None) -> None:
         await self._on_disk_thread(add)

@@ -18,8 +18,11 @@ from typing import Final
 from uuid import UUID
 
 from libs.errors import StoreUnavailable
+from libs.obs import get_logger
 from libs.spool import Segment, SegmentNumber, SpoolWriter, read_segments, spool_size_bytes
 from services.telemetry.audit_record import AuditBatch, AuditRecord, BatchId, decode_records, encode_records
+
+_log = get_logger("audit_spool")
 
 NUM_RECENT_BATCHES: Final = 10_000
 
@@ -50,6 +53,8 @@ class SealedBatches:
     batch_ids: tuple[BatchId, ...]
     records: tuple[AuditRecord, ...]
     undecodable: tuple[bytes, ...]
+    # Of batches that were taken and that the disk does not give back as they were.
+    num_lost_bytes: int = 0
 
 
 class AuditSpool:
@@ -62,7 +67,8 @@ class AuditSpool:
             self._batches_dir, max_bytes=max_bytes, segment_bytes=min(_SEGMENT_BYTES, max_bytes), fsync=True
         )
         self._recent = _RecentBatches(directory / "taken")
-        self.num_torn_bytes = 0
+        # What a crash has torn off the end of each file; it was never acknowledged.
+        self._torn_bytes: dict[SegmentNumber, int] = {}
         # When the first batch of each file was taken.
         self._taken_times: dict[SegmentNumber, float] = {}
         for segment in read_segments(self._batches_dir):
@@ -92,21 +98,34 @@ class AuditSpool:
         batch_ids: list[BatchId] = []
         records: list[AuditRecord] = []
         undecodable: list[bytes] = []
-        for data in segment.records():
+        scan = segment.scan()
+        for data in scan.records:
             try:
                 batch = _split(data)
                 records.extend(decode_records(batch.payload))
                 batch_ids.append(batch.batch_id)
             except ValueError:
                 undecodable.append(data)
-        return SealedBatches(segment, tuple(batch_ids), tuple(records), tuple(undecodable))
+        num_lost_bytes = scan.num_damaged_bytes + scan.num_torn_bytes - self._torn_bytes.get(segment.number, 0)
+        return SealedBatches(segment, tuple(batch_ids), tuple(records), tuple(undecodable), max(0, num_lost_bytes))
 
     def confirm(self, batches: SealedBatches) -> None:
         """Forget what the store has; only the ids stay, in case a batch is sent again."""
         # Ids first: between the two steps a crash may leave both, never none.
-        self._recent.keep(batches.batch_ids)
+        try:
+            self._recent.keep(batches.batch_ids)
+        except StoreUnavailable as error:
+            # On a full disk only what is deleted makes room. At worst a batch is sent again after a restart, and
+            # its rows come again under keys that the store has.
+            _log.warning("ids of batches are not kept", error=error.message)
         batches.segment.delete()
         self._taken_times.pop(batches.segment.number, None)
+        self._torn_bytes.pop(batches.segment.number, None)
+
+    @property
+    def num_torn_bytes(self) -> int:
+        """Bytes that crashes have torn off files which still wait for the store."""
+        return sum(self._torn_bytes.values())
 
     @property
     def size_bytes(self) -> int:
@@ -126,7 +145,7 @@ class AuditSpool:
 
     def _recover(self, segment: Segment) -> None:
         scan = segment.scan()
-        self.num_torn_bytes += scan.num_torn_bytes
+        self._torn_bytes[segment.number] = scan.num_torn_bytes
         for data in scan.records:
             try:
                 batch = _split(data)

@@ -14,7 +14,15 @@ import pytest
 from google.rpc import status_pb2
 from prometheus_client import CollectorRegistry
 
-from libs.errors import DeadlineExceeded, Draining, EngineLost, InvalidLogits, InvalidRequest, WorkerLost
+from libs.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineLost,
+    InternalError,
+    InvalidLogits,
+    InvalidRequest,
+    WorkerLost,
+)
 from libs.obs.metrics import EngineMetrics
 from libs.protogen.engine.v1 import engine_pb2, engine_pb2_grpc
 from libs.protogen.generation.v1 import generation_pb2, generation_pb2_grpc
@@ -450,6 +458,27 @@ async def test_a_lost_worker_fails_requests_and_the_next_one_is_served() -> None
     assert gateway.handles["a"] != gateway.handles["b"]
 
 
+async def test_what_a_lost_worker_held_is_not_shown_while_there_is_none() -> None:
+    metrics = EngineMetrics(CollectorRegistry())
+
+    def shown(engine: Engine) -> list[float | None]:
+        engine.loop.refresh_gauges()
+        held = metrics.registry.get_sample_value("octavo_engine_kv_blocks", {"state": "held"})
+        return [metrics.registry.get_sample_value("octavo_engine_running_requests"), held]
+
+    async with running_engine(FakeWorker(step_seconds=0.005), metrics) as engine, engine.gateway() as gateway:
+        await gateway.submit("a", PROMPT, 400)
+        await gateway.until(lambda: bool(gateway.tokens) and len(gateway.tokens_of("a")) >= 2)
+        running, held = shown(engine)
+        await engine.worker_servers[0].stop(0)
+        await gateway.end_of("a")
+        after = shown(engine)
+
+    assert running == 1
+    assert held
+    assert after == [0, 0]
+
+
 async def test_every_rank_gets_every_step_and_rank_0_answers() -> None:
     second = FakeWorker(num_blocks=32)
     async with running_engine(other_ranks=[second]) as engine, engine.gateway() as gateway:
@@ -616,6 +645,22 @@ async def test_a_submit_without_id_breaks_the_stream_with_a_clear_error() -> Non
         with pytest.raises(InvalidRequest, match="request_id"):
             async with open_stream(engine.generation.Generate, on_lost=EngineLost) as stream:
                 await stream.send(generation_pb2.GenerateRequest(submit=generation_pb2.Submit()))
+                async for _ in stream:
+                    pass
+
+
+async def test_a_stream_that_cannot_be_read_any_more_does_not_look_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault that nobody foresaw")
+
+    async with running_engine() as engine:
+        monkeypatch.setattr(engine.loop, "submit", broken)
+        with pytest.raises(InternalError):
+            async with (
+                asyncio.timeout(PATIENCE_SECONDS),
+                open_stream(engine.generation.Generate, on_lost=EngineLost) as stream,
+            ):
+                await Gateway(stream).submit("a", PROMPT, 4)
                 async for _ in stream:
                     pass
 

@@ -28,6 +28,8 @@ end
 _RULES: Final = Path(__file__).with_name("rules.lua")
 _KEYS: Final = ("holds", "held_tokens", "requests", "tokens", "month", "settled")
 _LIMITS: Final = tuple(Limit)
+_SIGN_OF_LIFE_KEY: Final = "octavo:limits:sign_of_life"
+_SIGN_OF_LIFE_MS: Final = 1_000
 
 # What the script returns: a count, or the numbers of a decision.
 Reply: TypeAlias = "int | list[int]"
@@ -126,6 +128,9 @@ class RedisCounts:
         if self._digest is None or not commands:
             # A server that is new to the script learns it with the first sign of life.
             self._digest = await self._redis.script_load(self._script)
+        if not commands:
+            # One that answers may still take nothing: a replica after a failover, or one whose memory is full.
+            await self._redis.set(_SIGN_OF_LIFE_KEY, "", px=_SIGN_OF_LIFE_MS)
         replies = await self._exchange(commands, self._digest)
         unknown = [index for index, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from services.router.policy.facts import EngineFacts, Forecast, PlacementRequest
 
-# Output tokens that a running request is taken to have left when all of an engine's seats are taken.
-_NEUTRAL_OUTPUT_TOKENS = 128
+# Output tokens that a request is taken to have, or to have left, while nobody knows how many there will be.
+NEUTRAL_OUTPUT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _seat_seconds(engine: EngineFacts, decode_step_seconds: float) -> float:
         return 0.0
     num_ahead = max(0, engine.num_requests + 1 - capacity.max_num_seqs)
     # All seats together free one seat in every (output tokens / seats) steps.
-    return num_ahead * decode_step_seconds * _NEUTRAL_OUTPUT_TOKENS / capacity.max_num_seqs
+    return num_ahead * decode_step_seconds * NEUTRAL_OUTPUT_TOKENS / capacity.max_num_seqs
 
 
 def _mean(values: Iterable[float | None], default: float) -> float:

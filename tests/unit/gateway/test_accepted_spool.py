@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import structlog.testing
 
 from libs.errors import StoreUnavailable
 from libs.spool import read_segments
@@ -127,6 +128,23 @@ def test_a_torn_tail_and_a_strange_entry_are_left_out(tmp_path: Path) -> None:
     leftovers = AcceptedSpool(tmp_path, max_bytes=MAX_BYTES).leftovers
 
     assert leftovers.orphans == (accepted("a"),)
+
+
+def test_a_bit_that_the_disk_turns_costs_one_entry_and_is_told(tmp_path: Path) -> None:
+    spool = AcceptedSpool(tmp_path, max_bytes=MAX_BYTES)
+    for request_id in "abc":
+        spool.accept(accepted(request_id))
+    crash(spool)
+    (segment,) = read_segments(tmp_path)
+    content = bytearray(segment.path.read_bytes())
+    content[len(content) // 2] ^= 1
+    segment.path.write_bytes(content)
+
+    with structlog.testing.capture_logs() as logs:
+        leftovers = AcceptedSpool(tmp_path, max_bytes=MAX_BYTES).leftovers
+
+    assert leftovers.orphans == (accepted("a"), accepted("c"))
+    assert [entry["event"] for entry in logs] == ["the disk has damaged the spool"]
 
 
 def test_segments_go_in_order_once_all_their_requests_are_acknowledged(tmp_path: Path) -> None:

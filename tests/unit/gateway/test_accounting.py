@@ -138,18 +138,23 @@ def test_an_error_is_a_rejection_only_before_any_token(
 
 
 def test_what_is_billed_is_prompt_and_completion_unless_all_that_came_is_an_error(bench: Bench) -> None:
-    finished, left, failed, broken = (bench.open() for _ in range(4))
-    for account in (finished, left, failed, broken):
+    finished, left, failed, broken, never_shown = (bench.open() for _ in range(5))
+    for account in (finished, left, failed, broken, never_shown):
         account.num_prompt_tokens = 40
-    for account in (finished, broken):
+    for account in (finished, broken, never_shown):
         account.deliver()
         account.num_completion_tokens = 4
     finished.finish(FinishReason.STOP)
     left.abort(is_head_sent=False)
     failed.fail(EngineLost("gone"), is_head_sent=False)
     broken.fail(EngineLost("gone"), is_head_sent=True)
+    # An answer as a whole of which the client only hears that it failed.
+    never_shown.fail(EngineLost("gone"), is_head_sent=False)
 
-    assert [account.num_billed_tokens for account in (finished, left, failed, broken)] == [44, 40, 0, 44]
+    accounts = (finished, left, failed, broken, never_shown)
+    assert [account.num_billed_tokens for account in accounts] == [44, 40, 0, 44, 0]
+    record = bench.close(never_shown, usage=None, received=4)
+    assert (record.prompt_tokens, record.completion_tokens, record.discarded_tokens) == (40, 0, 4)
 
 
 def test_a_client_that_left_saw_a_status_or_none(bench: Bench) -> None:
@@ -186,6 +191,7 @@ async def test_started_equals_the_sum_of_ends_and_tokens_add_up(bench: Bench) ->
     assert bench.metric("requests_started_total") == 5
     assert [bench.metric("requests_ended_total", status=status) for status in statuses] == [1] * 5
     assert sum(bench.metric("prompt_tokens_total", status=status) for status in statuses) == 50
-    assert sum(bench.metric("completion_tokens_total", status=status) for status in statuses) == 15
+    # The rejected one has shown none.
+    assert sum(bench.metric("completion_tokens_total", status=status) for status in statuses) == 12
     assert bench.metric("requests_in_flight") == 0
     await bench.ledger.wait_all_closed(0.0)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+import structlog.testing
 
 from libs.errors import InvalidRequest, OctavoError, StoreUnavailable
 from libs.obs.metrics import GatewayMetrics
@@ -178,7 +179,7 @@ async def test_a_full_spool_drops_beyond_its_bound_and_counts(
     tmp_path: Path, telemetry: FakeTelemetry, metrics: GatewayMetrics
 ) -> None:
     telemetry.error = StoreUnavailable("down")
-    with open_spool(tmp_path, max_bytes=2000) as spool:
+    with open_spool(tmp_path, max_bytes=2000) as spool, structlog.testing.capture_logs() as logs:
         async with TelemetryClient(telemetry.address) as client:
             trail = AuditTrail(spool, client, SETTINGS, metrics)
             for number in range(1100):
@@ -192,3 +193,5 @@ async def test_a_full_spool_drops_beyond_its_bound_and_counts(
     assert dropped is not None
     assert dropped > 0
     assert len(set(ids_of(telemetry))) == len(telemetry.records) == 1100 - dropped
+    # A line for each request would be written to the same disk.
+    assert [entry["event"] for entry in logs].count("accepted requests are not spooled") == 1

@@ -103,3 +103,16 @@ async def test_only_an_engine_that_has_loaded_its_model_is_said_to_hash_in_anoth
     assert while_loading == []
     assert [event["engine_id"] for event in when_ready] == ["fake-0"]
     await directory.close()
+
+
+async def test_an_engine_that_is_known_by_two_addresses_is_one(start_engine: StartEngine) -> None:
+    """Else it is twice in /metrics, which no Prometheus takes, and gets twice its share of requests."""
+    engine = await start_engine()
+    port = engine.address.rpartition(":")[2]
+    directory = make_directory(engine.hash_contract, None, engine.address, f"localhost:{port}")
+
+    await directory.refresh()
+
+    assert [found.engine_id for found in directory.engines] == ["fake-0"]
+    assert [found.engine_id for found in await directory.ask_all(1.0)] == ["fake-0"]
+    await directory.close()

@@ -25,7 +25,9 @@ from tests.fakes.fake_generation_engine import FakeGenerationEngine, Script
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.gateway.conftest import StartEngine, ask_of, directory_of, own_placements, submission
 
-SETTINGS = FailoverSettings(max_retries=2, retry_placement_timeout_seconds=1.0, accept_timeout_seconds=0.3)
+SETTINGS = FailoverSettings(
+    max_retries=2, retry_placement_timeout_seconds=1.0, accept_timeout_seconds=0.3, suspicion_seconds=60.0
+)
 
 
 @pytest.fixture
@@ -121,6 +123,60 @@ async def test_before_the_first_token_another_engine_takes_over(
     assert step.token_ids == [7]
     assert (generation.engine_id, generation.num_retries) == ("good", 1)
     assert (len(bad.submits), len(good.submits)) == (1, 1)
+
+
+@pytest.mark.parametrize("fault", [Script(is_deaf=True), Script(breaks_stream=True)], ids=["deaf", "breaks"])
+async def test_an_engine_that_failed_one_request_does_not_get_each_of_the_next_first(
+    fault: Script,
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    """It looks idle where requests are placed, so else all of them would wait there before they are served."""
+    bad, good = await start_engine("bad", fault), await start_engine("good", Script(token_ids=[7]))
+    directory = await directory_of(bad, good)
+    directories.append(directory)
+    generations = Generations(own_placements(directory, metrics), streams, SETTINGS)
+    num_retries = 0
+    for number in range(24):
+        request_id = f"r-{number}"
+        generation = generations.new(
+            ask_of(bad, request_id),
+            submission(request_id),
+            deadline=asyncio.get_running_loop().time() + 30.0,
+            news=asyncio.Event(),
+        )
+        assert (await start(generation)).token_ids == [7]
+        generation.stop()
+        num_retries += generation.num_retries
+
+    assert num_retries == len(bad.submits) <= 1
+    assert len(good.submits) == 24
+
+
+async def test_a_suspect_engine_serves_where_there_is_no_other(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    engine = await start_engine(script=Script(token_ids=[7]))
+    engine.scripts.append(Script(breaks_stream=True))
+    directory = await directory_of(engine)
+    directories.append(directory)
+    generations = Generations(own_placements(directory, metrics), streams, SETTINGS)
+
+    for number in range(2):
+        generation = generations.new(
+            ask_of(engine, f"r-{number}"),
+            submission(f"r-{number}"),
+            deadline=asyncio.get_running_loop().time() + 30.0,
+            news=asyncio.Event(),
+        )
+        assert (await start(generation)).token_ids == [7]
+
+    assert len(engine.submits) == 3
 
 
 async def test_a_lone_engine_is_tried_again(

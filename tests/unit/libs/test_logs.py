@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import structlog
 
 from libs.obs import configure_logging, get_logger
@@ -64,6 +66,45 @@ def test_a_line_is_one_write_so_that_processes_with_one_stderr_do_not_mix_theirs
 
     assert [json.loads(line)["event"] for line in stream.writes] == ["first", "second"]
     assert all(line.endswith("}\n") for line in stream.writes)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream_class", [io.StringIO, Terminal])
+@pytest.mark.parametrize("text", ["a\nlevel=error event=forged", "a\r\x1b[2Jb", "a\u2028b\u202eb"])
+def test_what_a_stranger_sends_begins_no_line_and_moves_no_cursor(
+    stream_class: type[io.StringIO], text: str
+) -> None:
+    stream = stream_class()
+    with configuration_kept():
+        configure_logging("gateway", "gateway-0", stream=stream)
+        get_logger("test").info("request finished", user=text, metadata={"note": text})
+
+    line = stream.getvalue()
+    assert line.endswith("\n")
+    assert len(line.splitlines()) == 1
+    assert text[1] not in line[:-1]
+
+
+def test_what_libraries_complain_about_is_an_event_too() -> None:
+    stream = io.StringIO()
+    with configuration_kept():
+        configure_logging("gateway", "gateway-0", stream=stream)
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            logging.getLogger("asyncio").exception("Task exception was never retrieved\nfuture: %s", "f")
+        logging.getLogger("asyncio").info("nobody cares")
+
+    (event,) = map(json.loads, stream.getvalue().splitlines())
+    assert (event["event"], event["level"], event["library"]) == ("library complains", "error", "asyncio")
+    assert event["detail"].startswith("Task exception was never retrieved")
+    assert event["exception"].endswith("ValueError: broken")
 
 
 @contextmanager

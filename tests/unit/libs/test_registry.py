@@ -160,6 +160,17 @@ async def test_a_key_that_is_no_hash_is_left_out(redis: Redis) -> None:
     assert await nodes.list_nodes() == [_NODE]
 
 
+async def test_bytes_that_are_no_text_hide_no_node(redis: Redis, valkey_url: str) -> None:
+    nodes = NodeRegistry(redis)
+    await nodes.renew(_NODE, 60)
+    raw = Redis.from_url(valkey_url)
+    await raw.sadd("gpu_cluster_nodes", b"\xff\xfe", "stranger")
+    await raw.hset("gpu_cluster_nodes:stranger", mapping={b"node_id": b"\xff", b"address": b"\x80"})
+    await raw.aclose()
+
+    assert await nodes.list_nodes() == [_NODE]
+
+
 async def test_the_manifest_has_the_documented_fields(redis: Redis) -> None:
     await PrefixRegistry(redis).write_manifest([ManifestEntry(_ONE, "engine-0", (4, 5), 12.5)])
 
@@ -223,6 +234,17 @@ async def test_clearing_takes_all_rows_of_one_node_only(redis: Redis) -> None:
     await prefixes.clear_manifest("engine-1")
 
     assert await redis.keys("*") == [f"prompt_cache_manifest:{_ONE.hex()}:engine-10"]
+
+
+@pytest.mark.parametrize("node_id", ["host:1", "*", "[a-z]", "engine-?", "back\\slash"])
+async def test_a_name_is_no_pattern_and_no_ending_of_another(redis: Redis, node_id: str) -> None:
+    prefixes = PrefixRegistry(redis)
+    others = {"e", "engine-1", f"other:{node_id}"}
+    await prefixes.write_manifest([ManifestEntry(_ONE, name, (1,), 1.0) for name in (*others, node_id)])
+
+    await prefixes.clear_manifest(node_id)
+
+    assert set(await redis.keys("*")) == {f"prompt_cache_manifest:{_ONE.hex()}:{name}" for name in others}
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "unix"])

@@ -388,6 +388,42 @@ async def test_a_peer_that_freezes_mid_stream_is_lost(tmp_path: Path) -> None:
         await process.wait()
 
 
+_ASK_FOREVER = """
+import asyncio, sys
+sys.path.insert(0, {repository!r})
+from libs.errors import EngineLost
+from libs.protogen.generation.v1 import generation_pb2_grpc
+from libs.rpc import make_channel, open_stream
+from tests.unit.libs.test_rpc import _abort
+async def main():
+    async with make_channel({address!r}) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        async with open_stream(stub.Generate, on_lost=EngineLost) as stream:
+            await stream.send(_abort(1))
+            async for _ in stream:
+                print("answered", flush=True)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+async def test_a_client_that_freezes_mid_stream_is_given_up(tmp_path: Path) -> None:
+    repository = str(Path(__file__).parents[3])
+    async with asyncio.timeout(45), _serve(f"unix:{tmp_path}/p.sock") as served:
+        script = _ASK_FOREVER.format(repository=repository, address=served.server.address)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            assert await process.stdout.readline() == b"answered\n"
+
+            os.kill(process.pid, signal.SIGSTOP)
+
+            await served.generation.has_ended.wait()
+        finally:
+            process.kill()
+            await process.wait()
+
+
 async def test_health_tells_whether_the_services_take_calls(peer: Peer) -> None:
     check: Any = health_pb2_grpc.HealthStub(peer.channel).Check
     names = ["", "octavo.engine.v1.EngineService"]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import subprocess
 import sys
 
 import pytest
+import structlog.testing
 
+from libs.obs import otlp
 from libs.obs.tracers import open_tracer
 from libs.obs.tracing import NO_TRACER, Tracer
 
@@ -49,3 +53,35 @@ def test_nobody_pays_for_a_library_that_is_not_used() -> None:
     )
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_endpoint_that_takes_nothing_does_not_keep_a_process_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would take two seconds for each batch, and the queue holds sixteen."""
+    monkeypatch.setattr(otlp, "_CLOSE_SECONDS", 0.1)
+    with socket.socket() as listener, structlog.testing.capture_logs() as logs:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        tracer = open_tracer(endpoint, tier="test", instance_id="test-0")
+        for _ in range(2_000):
+            tracer.start("work", traceparent=None, start_ns=0).end(1)
+
+        tracer.close()
+
+    assert "spans were left unsent" in [entry["event"] for entry in logs]
+
+
+def test_an_endpoint_that_stays_away_is_told_once_a_minute() -> None:
+    now = 1_000.0
+    handler = otlp._FailureLog(lambda: now)
+    failure = logging.LogRecord("opentelemetry", logging.WARNING, "", 0, "Failed to export", None, None)
+
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3_600):
+            handler.emit(failure)
+            now += 1.0
+
+    assert len(logs) == 60
+    assert logs[0]["detail"] == "Failed to export"

@@ -40,11 +40,12 @@ def identity(
     hash_contract: HashContract = CONTRACT,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 100_000,
+    max_model_len: int = 8192,
     is_loaded: bool = True,
 ) -> EngineIdentity:
     capacity = EngineCapacity(
         num_blocks=10_000,
-        max_model_len=8192,
+        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
@@ -109,6 +110,7 @@ def facts(
 def request(
     request_id: str = "request-0",
     *,
+    tenant_id: str = "tenant",
     priority: int = 0,
     remaining_seconds: float | None = None,
     model_name: str = "model",
@@ -119,7 +121,7 @@ def request(
 ) -> PlacementRequest:
     return PlacementRequest(
         request_id=request_id,
-        tenant_id="tenant",
+        tenant_id=tenant_id,
         traceparent=None,
         priority=priority,
         remaining_seconds=remaining_seconds,
@@ -193,6 +195,7 @@ class RouterUnderTest:
             report_lag_seconds=self.config.report_lag_seconds,
             load_stale_seconds=self.config.load_stale_seconds,
             max_hashes_per_engine=self.config.max_hashes_per_engine,
+            max_hashes=self.config.max_hashes,
         )
         self.metrics = RouterMetrics(CollectorRegistry())
         self.placement = Placement(

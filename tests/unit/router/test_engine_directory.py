@@ -21,7 +21,9 @@ KEY = PlacementKey((1, "a"))
 
 @pytest.fixture
 def directory() -> EngineDirectory:
-    return EngineDirectory(report_lag_seconds=0.02, load_stale_seconds=10.0, max_hashes_per_engine=1000)
+    return EngineDirectory(
+        report_lag_seconds=0.02, load_stale_seconds=10.0, max_hashes_per_engine=1000, max_hashes=10_000
+    )
 
 
 def facts_of(directory: EngineDirectory, now: float = 0.0) -> EngineFacts:
@@ -154,11 +156,26 @@ def test_another_engine_at_a_configured_address_replaces_the_first(directory: En
 def test_a_configured_address_may_serve_any_model_until_it_says_which(directory: EngineDirectory) -> None:
     configured = WatchTarget("a:1", None)
     directory.expect(configured)
-    assert directory.may_serve_unknown_models()
+    assert directory.may_serve("any")
 
     directory.apply(configured, snapshot(ENGINE), 0.0)
 
-    assert not directory.may_serve_unknown_models()
+    assert not directory.may_serve("any")
+    assert directory.may_serve(ENGINE.model_name)
+
+
+def test_a_model_is_remembered_when_its_last_engine_is_forgotten_but_not_without_end(
+    directory: EngineDirectory,
+) -> None:
+    directory.set_lease(ENGINE)
+    directory.end_lease(ENGINE_ID)
+    assert directory.may_serve(ENGINE.model_name)
+
+    for number in range(1_024):
+        directory.set_lease(dataclasses.replace(ENGINE, model_name=f"model-{number}"))
+
+    assert not directory.may_serve(ENGINE.model_name)
+    assert directory.may_serve("model-0")
 
 
 def test_the_end_of_a_lease_frees_all_that_was_kept(directory: EngineDirectory) -> None:
@@ -206,7 +223,9 @@ def test_expected_cached_tokens_leave_one_to_compute(directory: EngineDirectory)
 
 
 def test_hashes_over_the_bound_are_counted_as_left_out() -> None:
-    directory = EngineDirectory(report_lag_seconds=0.02, load_stale_seconds=10.0, max_hashes_per_engine=3)
+    directory = EngineDirectory(
+        report_lag_seconds=0.02, load_stale_seconds=10.0, max_hashes_per_engine=3, max_hashes=10_000
+    )
 
     directory.apply(target(), snapshot(ENGINE, hashes=chain(5)), 0.0)
 

@@ -66,7 +66,9 @@ class ScriptedEngines:
 
 class WatcherUnderTest:
     def __init__(self, config: RouterConfig = CONFIG) -> None:
-        self.directory = EngineDirectory(report_lag_seconds=0.02, load_stale_seconds=10, max_hashes_per_engine=100)
+        self.directory = EngineDirectory(
+            report_lag_seconds=0.02, load_stale_seconds=10, max_hashes_per_engine=100, max_hashes=10_000
+        )
         self.nodes, self.engines, self.clock = MemoryNodes(), ScriptedEngines(), Clock()
         self.watcher = EngineWatcher(
             config,

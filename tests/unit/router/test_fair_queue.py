@@ -1,4 +1,4 @@
-"""The queue: bounded, by priority, first in first out, each request until its time is over."""
+"""The queue: bounded, by priority, fair between tenants, each request until its time is over."""
 
 from __future__ import annotations
 
@@ -12,18 +12,34 @@ from tests.unit.router.builders import request
 
 
 def waiting(
-    name: str, *, priority: int = 0, model_name: str = "model", expires_at: float = 100.0
+    name: str,
+    *,
+    tenant_id: str = "tenant",
+    priority: int = 0,
+    model_name: str = "model",
+    num_prompt_tokens: int = 100,
+    expires_at: float = 100.0,
 ) -> WaitingRequest:
-    asked = request(name, priority=priority, model_name=model_name)
+    asked = request(
+        name,
+        tenant_id=tenant_id,
+        priority=priority,
+        model_name=model_name,
+        num_prompt_tokens=num_prompt_tokens,
+    )
     return WaitingRequest(PlacementKey((1, name)), asked, enqueued_at=0.0, expires_at=expires_at)
 
 
-def serve_all(queue: FairQueue) -> list[str]:
-    names = []
-    while (first := queue.first(passing_over=())) is not None:
-        queue.remove(first.key)
+def serve_some(queue: FairQueue, num_requests: int) -> list[str]:
+    names: list[str] = []
+    while len(names) < num_requests and (first := queue.first(passing_over=())) is not None:
+        queue.serve(first.key)
         names.append(first.request.request_id)
     return names
+
+
+def serve_all(queue: FairQueue) -> list[str]:
+    return serve_some(queue, len(queue))
 
 
 def test_serves_in_order_of_arrival() -> None:
@@ -52,6 +68,60 @@ def test_a_lane_that_must_wait_does_not_hold_up_another() -> None:
 
     assert queue.first(passing_over={stuck.lane_key}) == free
     assert queue.first(passing_over={stuck.lane_key, free.lane_key}) is None
+
+
+def test_tenants_take_turns_whoever_has_sent_more() -> None:
+    queue = FairQueue(100)
+    for number in range(6):
+        queue.push(waiting(f"a{number}", tenant_id="a"))
+    for number in range(2):
+        queue.push(waiting(f"b{number}", tenant_id="b"))
+
+    assert serve_all(queue) == ["a0", "b0", "a1", "b1", "a2", "a3", "a4", "a5"]
+
+
+def test_a_turn_is_measured_in_tokens() -> None:
+    queue = FairQueue(100)
+    for number in range(3):
+        queue.push(waiting(f"long{number}", tenant_id="a", num_prompt_tokens=1_000))
+        queue.push(waiting(f"short{number}", tenant_id="b", num_prompt_tokens=320))
+
+    assert serve_all(queue) == ["long0", "short0", "short1", "short2", "long1", "long2"]
+
+
+def test_a_priority_is_more_than_a_turn() -> None:
+    queue = FairQueue(100)
+    queue.push(waiting("a0", tenant_id="a", priority=1))
+    queue.push(waiting("b0", tenant_id="b"))
+    queue.push(waiting("a1", tenant_id="a", priority=1))
+
+    assert serve_all(queue) == ["a0", "a1", "b0"]
+
+
+def test_a_tenant_that_was_away_has_saved_nothing_up_and_one_that_left_has_lost_nothing() -> None:
+    queue = FairQueue(100)
+    for number in range(9):
+        queue.push(waiting(f"a{number}", tenant_id="a"))
+    serve_some(queue, 4)
+    for number in range(3):
+        queue.push(waiting(f"b{number}", tenant_id="b"))
+    # What is withdrawn was not served.
+    queue.remove(PlacementKey((1, "a4")))
+    queue.remove(PlacementKey((1, "a5")))
+
+    assert serve_all(queue) == ["a6", "b0", "a7", "b1", "a8", "b2"]
+
+
+def test_tenants_that_come_and_go_are_not_remembered_without_end() -> None:
+    queue = FairQueue(100)
+    queue.push(waiting("stays", tenant_id="stays", num_prompt_tokens=10**9))
+    for number in range(1_000):
+        queue.push(waiting(f"r{number}", tenant_id=f"t{number}", num_prompt_tokens=number + 1))
+        queue.serve(PlacementKey((1, f"r{number}")))
+
+    (line,) = (line for lane in queue._lanes.values() for line in lane.values())
+    assert len(line._served_tokens) <= 67
+    assert serve_all(queue) == ["stays"]
 
 
 def test_a_full_queue_refuses_and_stays_as_it_was() -> None:

@@ -21,7 +21,7 @@ from libs.errors import (
 )
 from services.router.config import RouterConfig
 from services.router.engine_events import WatchTarget
-from services.router.policy.facts import EngineLoad, EngineState
+from services.router.policy.facts import EngineIdentity, EngineLoad, EngineState, PlacementRequest
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.router.builders import (
     CONTRACT,
@@ -83,7 +83,8 @@ def test_a_burst_spreads_when_one_report_is_stale() -> None:
     assert all(6 <= counts[f"engine-{number}"] <= 10 for number in range(8)), counts
 
 
-def test_a_report_that_cannot_know_the_burst_does_not_hide_it() -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.5], ids=["at once", "on a slow way"])
+def test_a_report_that_cannot_know_the_burst_does_not_hide_it(seconds: float) -> None:
     """RTR-05."""
     router = RouterUnderTest()
     engines = [identity(f"engine-{number}") for number in range(2)]
@@ -92,7 +93,8 @@ def test_a_report_that_cannot_know_the_burst_does_not_hide_it() -> None:
     for number in range(4):
         router.enqueue(request(f"a{number}"))
 
-    # engine-0 reports again at once, from before the burst.
+    # engine-0 reports again, from before the burst.
+    router.clock.now += seconds
     router.report(engines[0], load())
     for number in range(4):
         router.enqueue(request(f"b{number}"))
@@ -270,6 +272,66 @@ def test_a_prompt_that_no_engine_holds_is_refused_with_both_numbers() -> None:
     assert isinstance(error, ContextLengthExceeded)
     assert "9000" in error.message
     assert "8192" in error.message
+
+
+OTHER_CONTRACT = dataclasses.replace(CONTRACT, block_size=32)
+
+
+@pytest.mark.parametrize(
+    ("left", "asked", "is_forgotten"),
+    [
+        pytest.param(identity("left", model_name="other"), request("a"), False, id="its model"),
+        pytest.param(identity("left", model_name="other"), request("a"), True, id="its model, no lease"),
+        pytest.param(identity("left", hash_contract=OTHER_CONTRACT), request("a"), False, id="its block size"),
+        pytest.param(
+            identity("left", max_model_len=512), request("a", num_prompt_tokens=600), False, id="its context"
+        ),
+    ],
+)
+def test_while_the_one_engine_that_could_serve_it_is_away_a_request_waits(
+    left: EngineIdentity, asked: PlacementRequest, is_forgotten: bool
+) -> None:
+    """An engine that is started anew must not make clients think for seconds that they ask in a wrong way."""
+    lost = identity("lost")
+    router = RouterUnderTest()
+    router.add_engine(lost, engine_load=load())
+    router.add_engine(left, engine_load=load())
+    router.directory.lose(target("lost"))
+    if is_forgotten:
+        router.directory.end_lease(lost.engine_id)
+
+    router.enqueue(asked)
+    assert router.gateway.answers == []
+    router.add_engine(dataclasses.replace(lost, incarnation=2), engine_load=load())
+    router.placement.pump()
+
+    assert router.gateway.places == {"a": "lost"}
+
+
+def test_while_an_engine_loads_its_hash_contract_is_not_known_and_a_request_waits() -> None:
+    router = RouterUnderTest()
+    router.add_engine(identity("other", hash_contract=OTHER_CONTRACT), engine_load=load())
+    router.directory.set_lease(
+        identity("loads", hash_contract=dataclasses.replace(CONTRACT, tokenizer_digest=b""), is_loaded=False)
+    )
+
+    router.enqueue(request("a"))
+
+    assert router.gateway.answers == []
+
+
+def test_a_tenant_that_floods_the_queue_does_not_make_another_wait_for_all_of_it() -> None:
+    router = RouterUnderTest()
+    engine = identity(max_num_batched_tokens=100, max_num_seqs=4)
+    router.add_engine(engine, engine_load=load(num_pending=100))
+    for number in range(40):
+        router.enqueue(request(f"flood-{number}", tenant_id="flood", num_prompt_tokens=60))
+    router.enqueue(request("small", tenant_id="small", num_prompt_tokens=60))
+
+    router.report(engine, load(num_pending=0))
+    router.placement.pump()
+
+    assert list(router.gateway.places) == ["flood-0", "small"]
 
 
 def test_an_excluded_engine_is_not_used() -> None:

@@ -24,7 +24,7 @@ def changes(
 
 
 def test_matches_the_leading_blocks_only() -> None:
-    index = PrefixIndex(1000)
+    index = PrefixIndex(max_hashes_per_engine=1000, max_hashes=10_000)
     prompt = chain(5)
     index.replace(FIRST, [prompt[0], prompt[1], prompt[3]])
 
@@ -36,7 +36,7 @@ def test_matches_the_leading_blocks_only() -> None:
 
 def test_removing_an_engine_frees_all_that_it_held() -> None:
     """RTR-06."""
-    index = PrefixIndex(10_000)
+    index = PrefixIndex(max_hashes_per_engine=10_000, max_hashes=10_000)
     index.replace(SECOND, chain(3, "other"))
     gc.collect()
     before = sys.getallocatedblocks()
@@ -55,7 +55,7 @@ def test_removing_an_engine_frees_all_that_it_held() -> None:
 
 def test_clearing_one_engine_leaves_the_other() -> None:
     """RTR-06."""
-    index = PrefixIndex(1000)
+    index = PrefixIndex(max_hashes_per_engine=1000, max_hashes=10_000)
     prompt = chain(4)
     index.replace(FIRST, prompt)
     index.replace(SECOND, prompt)
@@ -68,7 +68,7 @@ def test_clearing_one_engine_leaves_the_other() -> None:
 
 
 def test_clears_first_then_removes_then_stores() -> None:
-    index = PrefixIndex(1000)
+    index = PrefixIndex(max_hashes_per_engine=1000, max_hashes=10_000)
     prompt = chain(3)
     index.replace(FIRST, prompt[:1])
 
@@ -80,7 +80,7 @@ def test_clears_first_then_removes_then_stores() -> None:
 
 def test_removing_an_unknown_block_leaves_the_rest_of_the_batch_in_force() -> None:
     """RTR-06."""
-    index = PrefixIndex(1000)
+    index = PrefixIndex(max_hashes_per_engine=1000, max_hashes=10_000)
     prompt, unknown = chain(3), chain(2, "unknown")
     index.replace(FIRST, prompt[:1])
 
@@ -91,7 +91,7 @@ def test_removing_an_unknown_block_leaves_the_rest_of_the_batch_in_force() -> No
 
 
 def test_leaves_out_and_counts_what_is_over_the_bound() -> None:
-    index = PrefixIndex(2)
+    index = PrefixIndex(max_hashes_per_engine=2, max_hashes=10_000)
     prompt = chain(4)
 
     index.replace(FIRST, prompt[:3])
@@ -100,6 +100,21 @@ def test_leaves_out_and_counts_what_is_over_the_bound() -> None:
     assert index.num_hashes == 2
     assert index.num_matching_blocks(FIRST, prompt[1:]) == 2
     assert index.num_left_out == 2
+
+
+def test_all_engines_together_have_a_bound_and_what_one_gives_up_is_room_for_others() -> None:
+    index = PrefixIndex(max_hashes_per_engine=3, max_hashes=4)
+    prompt = chain(3)
+
+    index.replace(FIRST, prompt)
+    index.replace(SECOND, prompt)
+    assert (index.num_hashes, index.num_left_out) == (4, 2)
+    assert index.num_matching_blocks(SECOND, prompt) == 1
+    index.remove(FIRST)
+    index.replace(SECOND, prompt)
+
+    assert index.num_matching_blocks(SECOND, prompt) == 3
+    assert (index.num_hashes, index.num_left_out) == (3, 2)
 
 
 @pytest.mark.parametrize("sequence_number", [4, 5, 7, 100])
@@ -130,7 +145,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(1000)
+        self.index = PrefixIndex(max_hashes_per_engine=1000, max_hashes=10_000)
         self.model: dict[EngineId, set[PrefixHash]] = {}
 
     @rule(engine=ENGINES, hashes=HASHES)

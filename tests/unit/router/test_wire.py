@@ -135,6 +135,12 @@ def engine(**fields: object) -> engine_pb2.Engine:
     return message
 
 
+def without_block_size() -> engine_pb2.Engine:
+    message = engine()
+    message.hash_contract.block_size = 0
+    return message
+
+
 def snapshot_of(message: engine_pb2.Engine, load: engine_pb2.EngineLoad | None = None) -> SnapshotPart:
     event = watch_event_from_wire(
         engine_pb2.WatchEngineResponse(
@@ -162,7 +168,12 @@ def test_a_starting_engine_may_not_know_its_sizes() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [engine(num_blocks=0), engine(engine_id=""), engine(state=engine_pb2.ENGINE_STATE_UNSPECIFIED)],
+    [
+        engine(num_blocks=0),
+        engine(engine_id=""),
+        engine(state=engine_pb2.ENGINE_STATE_UNSPECIFIED),
+        without_block_size(),
+    ],
 )
 def test_refuses_a_snapshot_that_no_engine_would_send(message: engine_pb2.Engine) -> None:
     with pytest.raises(InternalError):
@@ -183,6 +194,16 @@ def test_a_rate_that_was_not_measured_is_none(rate: float | None, parsed: float 
     assert isinstance(event.change, EngineLoad)
     assert event.change.prefill_tokens_per_second == parsed
     assert event.change.decode_step_seconds is None
+
+
+def test_a_step_never_takes_less_than_no_time() -> None:
+    load = engine_pb2.EngineLoad(state=engine_pb2.ENGINE_STATE_READY)
+    load.decode_step_duration.seconds = -1
+
+    event = watch_event_from_wire(engine_pb2.WatchEngineResponse(incarnation=1, sequence_number=4, load=load))
+
+    assert isinstance(event.change, EngineLoad)
+    assert event.change.decode_step_seconds == 0.0
 
 
 def test_parses_block_changes() -> None:

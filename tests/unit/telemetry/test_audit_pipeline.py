@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -131,6 +131,52 @@ async def test_only_the_rows_that_the_store_refuses_are_set_aside(tmp_path: Path
     assert dead_letters(tmp_path) == list(batch.records[-num_poison:])
     assert metric(pipeline, "rows_dead_lettered_total") == num_poison
     assert metric(pipeline, "spool_bytes") == 0
+
+
+async def test_what_was_written_or_set_aside_before_the_store_went_away_is_not_again(tmp_path: Path) -> None:
+    """Else each outage would count rows twice and fill the dead letters with the same ones."""
+    batch = make_batch(8)
+    first, last = batch.records[0], batch.records[-1]
+    # The first row is set aside, the second is in; then the store goes away, for each of the rest once.
+    store = FakeAuditStore(poison=frozenset([first.request_id, last.request_id]))
+    goes_away_at = iter((5, 7, 9))
+    insert, away_at = store.insert, next(goes_away_at)
+
+    async def flapping_insert(records: Sequence[AuditRecord], token: str) -> None:
+        nonlocal away_at
+        if store.num_attempts == away_at:
+            away_at = next(goes_away_at, -1)
+            store.faults.insert(0, Fault.DOWN)
+        await insert(records, token)
+
+    store.insert = flapping_insert  # type: ignore[method-assign]
+    async with run_pipeline(tmp_path, store) as pipeline:
+        await pipeline.take(batch)
+
+    assert store.rows == list(batch.records[1:-1])
+    assert metric(pipeline, "insert_failures_total") == 3
+    assert metric(pipeline, "rows_inserted_total") == 6
+    assert dead_letters(tmp_path) == [first, last]
+    assert metric(pipeline, "rows_dead_lettered_total") == 2
+
+
+async def test_what_the_disk_has_damaged_is_told_once_however_long_the_store_is_away(tmp_path: Path) -> None:
+    store = FakeAuditStore([Fault.DOWN] * 3)
+    batches = [make_batch(2) for _ in range(3)]
+    spool = AuditSpool(tmp_path, max_bytes=1 << 20, clock=time.time)
+    for batch in batches:
+        spool.append(batch)
+    spool.close()
+    (segment,) = read_segments(tmp_path / "batches")
+    content = bytearray(segment.path.read_bytes())
+    content[len(content) // 2] ^= 1
+    segment.path.write_bytes(content)
+
+    async with run_pipeline(tmp_path, store) as pipeline:
+        await store.wait_for_rows(4)
+
+    assert store.rows == [*batches[0].records, *batches[2].records]
+    assert metric(pipeline, "spool_lost_bytes_total") == len(content) / 3
 
 
 async def test_a_record_that_cannot_be_set_aside_stays_in_the_spool(tmp_path: Path) -> None:

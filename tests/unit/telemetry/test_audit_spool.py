@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from uuid import uuid4
@@ -124,6 +125,65 @@ def test_a_batch_torn_by_a_crash_is_cut_counted_and_may_be_sent_again(tmp_path: 
     assert spool.append(whole) is False
     assert spool.append(torn) is True
     assert read_all(spool) == [*whole.records, *torn.records]
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_bit_that_the_disk_turns_costs_one_batch_and_is_told(
+    tmp_path: Path, damaged: int, is_restarted: bool
+) -> None:
+    batches = [make_batch(2) for _ in range(3)]
+    spool = open_spool(tmp_path)
+    ends = []
+    for batch in batches:
+        spool.append(batch)
+        ends.append(spool.size_bytes)
+    if is_restarted:
+        spool.close()
+        spool = open_spool(tmp_path)
+    (segment,) = spool.seal()
+    content = bytearray(segment.path.read_bytes())
+    content[ends[damaged] - 20] ^= 4
+    segment.path.write_bytes(content)
+
+    contents = spool.read(segment)
+
+    kept = [batch for index, batch in enumerate(batches) if index != damaged]
+    assert contents.batch_ids == tuple(batch.batch_id for batch in kept)
+    assert contents.num_lost_bytes == ends[damaged] - (ends[damaged - 1] if damaged else 0)
+
+
+def test_what_a_crash_has_torn_is_not_told_as_lost(tmp_path: Path) -> None:
+    spool = open_spool(tmp_path)
+    spool.append(make_batch())
+    spool.append(make_batch())
+    spool.close()
+    (segment,) = read_segments(tmp_path / "batches")
+    os.truncate(segment.path, segment.path.stat().st_size - 7)
+    spool = open_spool(tmp_path)
+
+    (sealed,) = spool.seal()
+
+    assert spool.num_torn_bytes > 0
+    assert spool.read(sealed).num_lost_bytes == 0
+
+
+def test_a_disk_that_is_full_gets_room_by_what_the_store_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the spool that fills the disk would keep itself for ever."""
+    spool = open_spool(tmp_path)
+    spool.append(make_batch())
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        confirm_all(spool)
+
+    assert spool.size_bytes == 0
+    assert spool.append(make_batch()) is True
 
 
 def test_what_cannot_be_decoded_is_handed_out_as_it_is_beside_the_rest(tmp_path: Path) -> None:
