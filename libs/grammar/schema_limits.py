@@ -22,6 +22,8 @@ from libs.grammar.schema_parts import schemas_in
 MAX_SCHEMA_DEPTH: Final = 64
 MAX_SCHEMA_LEVELS: Final = 1024
 MAX_JOINED_PATTERNS: Final = 8
+# Beside bounds larger ones make more states than a step may have, and every answer ends in an error.
+MAX_MULTIPLE_OF: Final = 32_768
 
 _LOWER_BOUNDS: Final = ("minimum", "exclusiveMinimum")
 _BOUNDS: Final = (*_LOWER_BOUNDS, "maximum", "exclusiveMaximum")
@@ -61,7 +63,8 @@ def check_schema_limits(schema: Mapping[str, Any]) -> None:  # Any: a JSON docum
             f"{MAX_JOINED_PATTERNS} different 'pattern's and 'format's can stand for one property, or in items and "
             f"definitions; these are {num_patterns}."
         )
-    if b'"patternProperties"' in text or _LONG_NUMBER.search(text) is not None:
+    has_rare_keywords = b'"patternProperties"' in text or b'"multipleOf"' in text
+    if has_rare_keywords or _LONG_NUMBER.search(text) is not None:
         for path, part in schemas_in(schema):
             _check_numbers(path, part)
             _check_pattern_names(path, part)
@@ -158,6 +161,9 @@ def _check_numbers(path: str, part: Mapping[str, Any]) -> None:
             raise InvalidRequest(
                 f"The {keyword!r} at {path!r} cannot be held exactly; integers from -(2**53) to 2**53 can."
             )
+    multiple = part.get("multipleOf", 0)
+    if type(multiple) in (int, float) and multiple > MAX_MULTIPLE_OF:
+        raise InvalidRequest(f"The 'multipleOf' at {path!r} is more than {MAX_MULTIPLE_OF}.")
     options = part.get("enum")
     for value in (part.get("const"), *(options if isinstance(options, list) else ())):
         if type(value) in (int, float) and abs(value) >= 2 * _INTEGER_LIMIT:
