@@ -27,6 +27,7 @@ from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
 from services.gateway.anthropic_answers import error_shape
+from services.gateway.body_memory import BodyMemory
 from services.gateway.client_call import Caller, read_client_request_id, read_traceparent
 from services.gateway.completions import Completions
 from services.gateway.endpoints import CHAT, MESSAGES, RESPONSES, TEXT, Endpoint, Request
@@ -75,6 +76,7 @@ class Parts:
     directory: EngineDirectory
     metrics: GatewayMetrics
     body_limits: BodyLimits
+    body_memory: BodyMemory
     models: Models
     readiness_timeout_seconds: float
 
@@ -132,7 +134,7 @@ class _Routes:
         return await self._parts.completions.serve(self._call(request), endpoint)
 
     def _call(self, request: web.Request) -> HttpCall:
-        return HttpCall(request, request[_CALLER], self._parts.body_limits)
+        return HttpCall(request, request[_CALLER], self._parts.body_limits, self._parts.body_memory)
 
     async def count_message_tokens(self, request: web.Request) -> web.Response:
         return _json(await self._parts.tokenization.count_message_tokens(self._call(request)))

@@ -321,10 +321,10 @@ def _stop_strings(body: Mapping[str, Any]) -> tuple[str, ...]:
     if stop is None:
         return ()
     strings = [stop] if isinstance(stop, str) else stop
+    if isinstance(strings, list) and len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"'stop' takes at most {MAX_STOP_STRINGS} strings.", param="stop")
     if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
         raise InvalidRequest("'stop' must be a string or a list of strings.", param="stop")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"'stop' takes at most {MAX_STOP_STRINGS} strings.", param="stop")
     if not all(1 <= len(string) <= MAX_STOP_STRING_CHARACTERS for string in strings):
         raise InvalidRequest(
             f"Each string of 'stop' must have 1 to {MAX_STOP_STRING_CHARACTERS} characters.", param="stop"

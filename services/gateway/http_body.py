@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import ClientPayloadError, StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from libs.errors import InvalidRequest, PayloadTooLarge, UnsupportedMediaType
+from services.gateway.client_call import LONG_BODY_BYTES
 from services.gateway.json_body import JsonBody
 
 _JSON = "application/json"
@@ -23,8 +25,10 @@ class BodyLimits:
     timeout_seconds: float
 
 
-async def read_json_body(request: web.Request, limits: BodyLimits) -> JsonBody:
+async def read_json_body(request: web.Request, limits: BodyLimits, on_long: Callable[[], None]) -> JsonBody:
     """Return a body that says that it is JSON, taken in parts as they come: between them others get their turn.
+
+    ``on_long`` is called once it is long, before the rest of it is taken.
 
     Raises:
         UnsupportedMediaType: it says that it is something else, or compressed.
@@ -36,16 +40,18 @@ async def read_json_body(request: web.Request, limits: BodyLimits) -> JsonBody:
         raise _too_large(limits.max_bytes)
     try:
         async with asyncio.timeout(limits.timeout_seconds):
-            return await _read(request.content, limits.max_bytes)
+            return await _read(request.content, limits.max_bytes, on_long)
     except TimeoutError:
         raise InvalidRequest(f"The body did not arrive within {limits.timeout_seconds:g} seconds.") from None
     except (ClientPayloadError, HttpProcessingError) as error:
         raise InvalidRequest("The body breaks the rules of HTTP, so it was not read to its end.") from error
 
 
-async def _read(content: StreamReader, max_bytes: int) -> JsonBody:
+async def _read(content: StreamReader, max_bytes: int, on_long: Callable[[], None]) -> JsonBody:
     body, num_bytes = JsonBody(), 0
     while data := await content.readany():
+        if num_bytes <= LONG_BODY_BYTES < num_bytes + len(data):
+            on_long()
         num_bytes += len(data)
         if num_bytes > max_bytes:
             raise _too_large(max_bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from services.gateway.body_memory import BodyMemory
 from services.gateway.client_call import LONG_BODY_BYTES, Caller, RequestBody
 from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.latency_receipt import Segment
@@ -20,6 +21,7 @@ class HttpCall:
     http_request: web.Request
     caller: Caller
     body_limits: BodyLimits
+    body_memory: BodyMemory
 
     @property
     def remaining_seconds(self) -> None:
@@ -29,7 +31,7 @@ class HttpCall:
     async def read_body(self) -> RequestBody:
         """Return the body; raises OctavoError for one that is no JSON object."""
         times = self.caller.times
-        body = await read_json_body(self.http_request, self.body_limits)
+        body = await read_json_body(self.http_request, self.body_limits, self.body_memory.lend)
         times.lap(Segment.RECEIVE)
         # To read a long one gets a turn of the event loop for itself.
         is_long = body.num_bytes > LONG_BODY_BYTES

@@ -34,6 +34,7 @@ from services.gateway.admission import Admission, draining_error
 from services.gateway.answers import AnswerSettings
 from services.gateway.app import Parts, make_app
 from services.gateway.audit import Audit, AuditSettings, AuditTrail, NoAudit
+from services.gateway.body_memory import BodyMemory
 from services.gateway.clients import RouterClient, TelemetryClient
 from services.gateway.completions import Completions, CompletionSettings
 from services.gateway.config import GatewayConfig
@@ -113,6 +114,8 @@ def _group_settings(config: GatewayConfig) -> GroupSettings:
 
 async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
     sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
+    # Before there are threads.
+    body_memory = BodyMemory(config.max_body_bytes)
     # What the stack holds is closed last, when no task uses it any more.
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         foundation = _lay_foundation(config, stack)
@@ -123,12 +126,13 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
                 await keys.refresh()
         background = [tasks.create_task(foundation.audit.run()), tasks.create_task(foundation.directory.run())]
         background.append(tasks.create_task(foundation.limiter.run()))
+        background.append(tasks.create_task(body_memory.run()))
         if foundation.router is not None:
             background.append(tasks.create_task(foundation.router.run()))
         if keys is not None:
             background.append(tasks.create_task(keys.run()))
         streams = EngineStreams(max_requests=config.max_concurrent_requests, tasks=tasks)
-        parts = _make_parts(config, foundation, streams, tasks)
+        parts = _make_parts(config, foundation, streams, tasks, body_memory)
         app = make_app(parts, max_body_bytes=config.max_body_bytes)
         server = HttpServer(
             app,
@@ -145,6 +149,7 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         background.append(tasks.create_task(_tell_readiness(config, foundation, grpc_server)))
         if config.is_of_group:
             background.append(tasks.create_task(_share_counts(foundation.metrics)))
+        body_memory.take()
         # What lives as long as the process need not be looked through by each of the collector's rounds, which stop
         # all streams meanwhile.
         gc.collect()
@@ -348,7 +353,11 @@ def _make_router(config: GatewayConfig) -> RouterPlacements | None:
 
 
 def _make_parts(
-    config: GatewayConfig, foundation: _Foundation, streams: EngineStreams, tasks: asyncio.TaskGroup
+    config: GatewayConfig,
+    foundation: _Foundation,
+    streams: EngineStreams,
+    tasks: asyncio.TaskGroup,
+    body_memory: BodyMemory,
 ) -> Parts:
     random_source = random.Random()
     placements = Placements(
@@ -395,6 +404,7 @@ def _make_parts(
         directory=foundation.directory,
         metrics=foundation.metrics,
         body_limits=body_limits,
+        body_memory=body_memory,
         models=Models(foundation.model, max_model_len=foundation.max_model_len, start_time=int(time.time())),
         readiness_timeout_seconds=config.readiness_timeout_seconds,
     )

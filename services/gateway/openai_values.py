@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
-import orjson
 
 from libs.errors import InvalidRequest
 
@@ -73,13 +72,12 @@ def are_token_ids(values: list[Any], vocab_size: int) -> bool:
 
 def is_number(value: Any) -> bool:
     """Tell whether a value is a finite number; a boolean is an int in Python, and no number for a client."""
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def schema_text(schema: Mapping[str, Any], param: str) -> str:
     """Return a schema as JSON; raises InvalidRequest for one that is nested deeper than a form may be."""
     try:
-        return orjson.dumps(schema).decode()
-    except TypeError as error:
-        # The values come from JSON, so only their depth can be wrong.
-        raise InvalidRequest(f"'{param}' is nested too deep; at most 250 levels are taken.", param=param) from error
+        return msgspec.json.encode(schema).decode()
+    except RecursionError as error:
+        raise InvalidRequest(f"'{param}' is nested too deep.", param=param) from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, TypeAlias
 
+import msgspec
 import orjson
 from msgspec import Meta
 
@@ -241,8 +242,8 @@ def _arguments_text(arguments: Any, path: str) -> str:
 def _as_json(value: Any) -> str | None:
     """Return a value as JSON; None for one nested so deep that it cannot be written."""
     try:
-        return orjson.dumps(value).decode()
-    except TypeError:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
         return None
 
 
@@ -310,8 +311,11 @@ def _parameters(value: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or value.get("type", "object") != "object":
         raise InvalidRequest(f"'{path}' must be a JSON schema of the type 'object'.", param=path)
     parameters = {"type": "object"} | value
+    text = schema_text(parameters, path)
     try:
-        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (schema_text(parameters, path),)))
+        check_grammar(Grammar(GrammarForm.JSON_SCHEMA, (text,)))
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param=path) from error
-    return parameters
+    # An integer of more than 64 bits is a float from here on, as compilers of grammars read it.
+    as_read: dict[str, Any] = orjson.loads(text)
+    return as_read

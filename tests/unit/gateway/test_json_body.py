@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libs.errors import InvalidRequest
 from services.gateway.json_body import MAX_BODY_MEMBERS, JsonBody
@@ -33,6 +36,7 @@ def parsed(raw: bytes, *, part_bytes: int = 2**18) -> dict[str, Any]:
         b'{"temperature": Infinity}',
         b'{"temperature": -Infinity}',
         b'{"temperature": 1e999}',
+        b'{"temperature": ' + b"9" * 5_000 + b"}",
         b'{"model": "\\ud83d"}',
         b'{"model": "\\udc00x"}',
         b'{"model": "\xff"}',
@@ -44,6 +48,50 @@ def parsed(raw: bytes, *, part_bytes: int = 2**18) -> dict[str, Any]:
 def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parsed(raw)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text(max_size=8), values, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(max_size=8), _VALUES, max_size=4), st.booleans(), st.sampled_from([None, 1]))
+def test_what_is_json_is_read_as_it_was_written(fields: dict[str, Any], is_ascii: bool, indent: int | None) -> None:
+    raw = json.dumps(fields, ensure_ascii=is_ascii, indent=indent).encode()
+
+    assert parsed(raw, part_bytes=7) == fields
+
+
+@given(st.binary(max_size=12), st.integers(0, 30))
+def test_what_another_reader_of_strict_json_refuses_is_refused(noise: bytes, position: int) -> None:
+    raw = b'{"a": [1.5e3, "\\u00e9x", true, null], "b": {}}'
+    raw = raw[:position] + noise + raw[position + len(noise) :]
+
+    try:
+        read = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        read = None
+
+    if isinstance(read, dict):
+        assert parsed(raw) == read
+    else:
+        with pytest.raises(InvalidRequest, match="JSON"):
+            parsed(raw)
+
+
+def test_a_refusal_says_what_is_wrong_and_nothing_of_the_reader() -> None:
+    with pytest.raises(InvalidRequest, match=r"^The body is not valid JSON: Number out of range\.$"):
+        parsed(b'{"temperature": 1e999}')
+
+
+def test_nesting_is_read_as_deep_as_is_promised() -> None:
+    assert parsed(b'{"a":' * 900 + b"1" + b"}" * 900).keys() == {"a"}
+
+
+def test_an_integer_of_more_than_64_bits_keeps_its_digits() -> None:
+    assert parsed(b'{"seed": %d}' % 10**400) == {"seed": 10**400}
 
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:

@@ -27,6 +27,7 @@ from services.gateway.openai_answers import ChatFormat
 from services.gateway.openai_schema import ModelFacts, parse_chat_completion
 from services.gateway.output_text import new_output
 from services.gateway.parsed_output import ParsedOutput
+from services.gateway.responses_answers import ResponseFormat
 from services.gateway.responses_schema import parse_response
 from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import PreparedPrompt, TextPreparation
@@ -379,3 +380,27 @@ def test_inputs_of_whole_messages_are_what_was_written(written: str, given: str 
     body = message.body([choice], UsageCounts(1, 1, None))
 
     assert b'"input":' + (given or written).encode() + b"}" in body
+
+
+def test_a_response_repeats_integers_of_any_size(model_text: ModelText) -> None:
+    """A tool's default of more than 64 bits answered 500."""
+    big = 123456789012345678901234567890
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "default": {"a": big}}}
+    request = parse_response({"model": "tiny", "input": "Hi", "tools": [tool]}, MODEL)
+    head = AnswerHead("resp_1", 1700000000, "tiny")
+    answer = ResponseFormat(head, request.body, LogprobShapes(model_text.tokenizer))
+    choice = WholeChoice(pieces=["Hello"], finish_reason=FinishReason.STOP)
+
+    body = json.loads(answer.body([choice], UsageCounts(1, 1, None)))
+
+    assert body["tools"][0]["parameters"]["default"]["a"] == big
+
+
+def test_inputs_of_earlier_calls_keep_integers_of_any_size() -> None:
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 123456789012345678901234567890}}
+    result = {"type": "tool_result", "tool_use_id": "t"}
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+    prompt = parse_messages({"model": "tiny", "max_tokens": 9, "messages": turns}, MODEL).prompt
+
+    assert prompt.messages[0].tool_calls[0].arguments == '{"a":123456789012345678901234567890}'

@@ -146,15 +146,15 @@ def test_fields_that_change_the_draw_are_read() -> None:
 
 WRONG_VALUES: dict[str, list[Any]] = {
     # The sweep of absurd sampling values that has hung or crashed other servers.
-    "temperature": [-1, -0.1, 2.1, 1e6, "0.5", True, "NaN", [], {}],
+    "temperature": [-1, -0.1, 2.1, 1e6, 10**400, "0.5", True, "NaN", [], {}],
     "top_p": [-1, 0, 0.0, 1.5, "1", False],
     "top_k": [0.01, -2, 1.0, 10**12, 1001, "5", True],
-    "min_p": [-0.1, 2, "0", True],
+    "min_p": [-0.1, 2, -(10**400), "0", True],
     "seed": [2**63, -(2**63) - 1, 1.5, "1", True],
     "max_tokens": [0, -1, 1.5, "5", True, 10**30],
     "max_completion_tokens": [0, -1, 1.5, "5", True],
     "min_tokens": [-1, 0.5, True],
-    "stop": [5, [""], "", ["a"] * 5, [None], "x" * 257, ["a", 1], {}, True],
+    "stop": [5, [""], "", ["a"] * 5, ["a"] * 100_000, [None], "x" * 257, ["a", 1], {}, True],
     "stop_token_ids": [5, [-1], [1000], [True], ["1"], list(range(65))],
     "stream": ["true", 1, 0],
     "ignore_eos": ["no", 1],
@@ -173,6 +173,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
         {"\u0665": 1},
         {"9" * 5000: 1},
         {"5": 101},
+        {"5": 10**400},
         {"5": "1"},
         {"5": True},
         {"5": None},
@@ -497,6 +498,6 @@ def test_a_schema_that_is_nested_too_deep_is_refused_by_name() -> None:
     function = {"type": "function", "function": {"name": "deep", "parameters": schema}}
 
     for fields in ({"response_format": form}, {"tools": [function]}):
-        with pytest.raises(InvalidRequest, match="nested too deep") as refused:
+        with pytest.raises(InvalidRequest, match="nested at most 64 levels") as refused:
             parse(**fields)
         assert refused.value.param is not None

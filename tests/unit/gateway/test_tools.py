@@ -14,6 +14,7 @@ import pytest
 from libs.errors import InvalidRequest, OctavoError, UnsupportedField
 from libs.grammar import CompiledGrammar, Grammar, GrammarCompiler, GrammarForm
 from libs.text import IncrementalDetokenizer, ModelText, load_model_text, resolve_model_path
+from services.gateway.anthropic_schema import parse_messages
 from services.gateway.model_formats.model_format import TOOL_FORMATS, ModelFormat
 from services.gateway.model_formats.reasoning import THINK_TAGS, ReasoningState
 from services.gateway.openai_schema import ModelFacts, parse_chat_completion
@@ -400,6 +401,38 @@ def test_parameters_that_cannot_be_enforced_are_refused(compiler: GrammarCompile
 
     with pytest.raises(InvalidRequest, match="uniqueItems"):
         compiler.compile(grammar_of(use))
+
+
+def test_parameters_may_hold_integers_of_more_than_64_bits(
+    compiler: GrammarCompiler, model_text: ModelText
+) -> None:
+    parameters = {"properties": {"a": {"type": "integer", "minimum": 0, "maximum": 2**70}}, "required": ["a"]}
+    request = parse(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+
+    compiler.compile(grammar_of(request.options.tools))
+
+    assert request.prompt.num_characters > 0
+    assert "maximum" in phrased(request.prompt, ModelFormat.of(model_text)).messages[0].content
+
+
+def test_a_bound_that_no_number_has_is_refused() -> None:
+    parameters = {"properties": {"a": {"type": "integer", "maximum": 10**400}}}
+
+    with pytest.raises(InvalidRequest) as refused:
+        parse(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert refused.value.param == "tools[0].function.parameters"
+
+
+def test_what_a_model_called_with_keeps_its_digits() -> None:
+    """Identifiers of more than 64 bits are integers in arguments, which come back as they went."""
+    block = {"type": "tool_use", "id": "t", "name": "f", "input": {"id": 10**30}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "Found"}
+    turns = [{"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "Find it"}, *turns]}
+
+    messages = parse_messages(body, ModelFacts("tiny", 49152)).prompts[0].messages
+
+    assert json.loads(messages[1].tool_calls[0].arguments) == {"id": 10**30}
 
 
 def test_a_choice_can_allow_some_tools() -> None:
