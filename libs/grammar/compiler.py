@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import llguidance
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from libs.errors import InvalidRequest
 from libs.grammar.grammar import Grammar, GrammarForm, check_grammar
 from libs.grammar.schema_faults import explained
+from libs.grammar.simpler_schema import may_be_simpler, simpler_schema
 from libs.text import Tokenizer
 
 # Between the tokens of JSON: a line break and indentation at most, so that a model cannot go on with white space.
@@ -57,6 +59,12 @@ class CompiledGrammar:
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
         """Write which tokens may come next, packed, ``[num_words]``; none when the work exceeds the limits."""
+        if len(mask) < self._num_words:
+            # A tokenizer may have more tokens than the model; llguidance writes a bit for each of them.
+            whole = np.zeros(self._num_words, dtype=np.int32)
+            self.fill_mask(whole)
+            mask[:] = whole[: len(mask)]
+            return
         # A model's vocabulary is often padded beyond what its tokenizer has tokens for.
         mask[self._num_words :] = 0
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * mask.itemsize)
@@ -166,12 +174,24 @@ def _source_of(grammar: Grammar) -> str:
     matcher = llguidance.LLMatcher
     match grammar.form:
         case GrammarForm.JSON_SCHEMA:
-            return matcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
+            return matcher.grammar_from_json_schema(compiler_schema(orjson.loads(grammar.text)))
         case GrammarForm.REGEX:
             # A digit is one of ten, as in JSON, not any of Unicode's.
             return matcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(grammar.text, 'd')}/")
         case GrammarForm.LARK:
             return matcher.grammar_from_lark(grammar.text)
         case GrammarForm.CHOICE:
-            literals = (json.dumps(literal, ensure_ascii=False) for literal in grammar.texts)
-            return matcher.grammar_from_lark("start: " + " | ".join(literals))
+            return matcher.grammar_from_lark("start: " + " | ".join(map(lark_literal, grammar.texts)))
+
+
+def compiler_schema(schema: Mapping[str, Any]) -> str:  # Any: a JSON document.
+    """Return a schema as the compiler is given it, as JSON: with its options, in words that it takes."""
+    text = orjson.dumps({**schema, "x-guidance": JSON_OPTIONS})
+    if may_be_simpler(text):
+        text = orjson.dumps({**simpler_schema(schema), "x-guidance": JSON_OPTIONS})
+    return text.decode()
+
+
+def lark_literal(text: str) -> str:
+    """Return a text as a string of Lark, which takes no control character as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

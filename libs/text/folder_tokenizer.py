@@ -109,15 +109,21 @@ def _definition(folder: ModelFolder, prompt_prefix_token_ids: tuple[int, ...]) -
 
 def folder_eos_token_ids(folder: ModelFolder, definition: TokenizerDefinition) -> tuple[int, ...]:
     """Return the ids that end an answer: what the generation config says, and the tokenizer's end token."""
-    configured = folder.generation_config.get("eos_token_id")
+    file_name, configured = "generation_config.json", folder.generation_config.get("eos_token_id")
     if configured is None:
-        configured = folder.config.get("eos_token_id")
+        file_name, configured = "config.json", folder.config.get("eos_token_id")
     listed = configured if isinstance(configured, list) else [configured]
-    if not all(type(token_id) is int and 0 <= token_id < MAX_TOKENS for token_id in listed if token_id is not None):
-        raise ModelLoadFailed(f"{folder.path.name} has an eos_token_id that is no token; correct its config.json.")
-    eos_text = definition.named_tokens.text("eos_token")
     ids = {token.text: token.token_id for token in definition.added_tokens}
-    return tuple(dict.fromkeys(token_id for token_id in (*listed, ids.get(eos_text or "")) if token_id is not None))
+    found = [token_id for token_id in listed if token_id is not None]
+    for token_id in found:
+        # type, because True is an int to Python.
+        if type(token_id) is not int or not 0 <= token_id < len(definition.token_texts):
+            raise ModelLoadFailed(
+                f"The {file_name} of {folder.path.name} names the end token {token_id!r}, but its tokenizer has "
+                f"the tokens 0 to {len(definition.token_texts) - 1}; correct eos_token_id."
+            )
+    named = ids.get(definition.named_tokens.text("eos_token") or "")
+    return tuple(dict.fromkeys([*found, *([] if named is None else [named])]))
 
 
 def folder_max_model_len(folder: ModelFolder) -> int:
@@ -145,16 +151,19 @@ def _read_object(path: Path) -> JsonObject:
 
 def _chat_template(path: Path, tokenizer_config: JsonObject) -> str | None:
     template_file = path / "chat_template.jinja"
-    try:
-        if template_file.is_file():
+    if template_file.is_file():
+        try:
             return template_file.read_text("utf-8")
-        template = tokenizer_config.get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    except (KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ModelLoadFailed(f"The chat template of {path.name} cannot be read: {error}.") from error
-    if not isinstance(template, str | None):
-        raise ModelLoadFailed(f"The chat template of {path.name} is no text; correct its tokenizer_config.json.")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadFailed(f"{path.name}/{template_file.name} cannot be read: {error}.") from error
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelLoadFailed(
+            f"The chat_template in {path.name}/tokenizer_config.json is neither a text nor a list of named texts."
+        )
     return template
 
 

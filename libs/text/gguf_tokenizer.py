@@ -38,6 +38,8 @@ _END_KEYS: Final = (
     "tokenizer.ggml.eot_token_id",
     "tokenizer.ggml.eom_token_id",
 )
+# -1 as an unsigned number, llama.cpp's word for no such token.
+_NO_TOKEN: Final = 2**32 - 1
 # Older files name only one end token, often the one that ends a document instead of a turn.
 _END_OF_TURN_TEXTS: Final = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"})
 
@@ -60,10 +62,8 @@ def gguf_tokenizer_definition(header: GgufHeader) -> TokenizerDefinition:
 
 def gguf_eos_token_ids(header: GgufHeader) -> tuple[int, ...]:
     """Return the ids that end an answer, the file's own end token first."""
-    named = [token_id for key in _END_KEYS if (token_id := header.integer(key)) is not None]
     texts, types = _vocabulary(header)
-    if not all(0 <= token_id < len(texts) for token_id in named):
-        raise ModelLoadFailed(f"{header.path.name} names an end token outside of the vocabulary; convert it again.")
+    named = [token_id for key in _END_KEYS if (token_id := _token_id(header, key, len(texts))) is not None]
     known = [
         token_id
         for token_id, text in enumerate(texts)
@@ -196,18 +196,25 @@ def _added_tokens(
 def _named_tokens(header: GgufHeader, texts: Sequence[str]) -> NamedTokens:
     found: dict[str, str] = {}
     for role, key in _ROLES.items():
-        token_id = header.integer(key)
-        if token_id is None:
-            continue
-        if not 0 <= token_id < len(texts):
-            raise ModelLoadFailed(f"{header.path.name}: {key} is {token_id}, outside of the vocabulary.")
-        found[role] = texts[token_id]
+        token_id = _token_id(header, key, len(texts))
+        if token_id is not None:
+            found[role] = texts[token_id]
     return NamedTokens(found)
+
+
+def _token_id(header: GgufHeader, key: str, num_tokens: int) -> int | None:
+    """Return the token that ``key`` names, or None when it names none."""
+    token_id = header.integer(key)
+    if token_id is None or token_id == _NO_TOKEN:
+        return None
+    if not 0 <= token_id < num_tokens:
+        raise ModelLoadFailed(f"{header.path.name}: {key} is {token_id}, outside of the vocabulary.")
+    return token_id
 
 
 def _prompt_prefix(header: GgufHeader, *, is_default: bool) -> tuple[int, ...]:
     adds_bos = header.boolean("tokenizer.ggml.add_bos_token")
-    bos_token_id = header.integer("tokenizer.ggml.bos_token_id")
+    bos_token_id = _token_id(header, "tokenizer.ggml.bos_token_id", len(_vocabulary(header)[0]))
     is_added = is_default if adds_bos is None else adds_bos
     return (bos_token_id,) if is_added and bos_token_id is not None else ()
 

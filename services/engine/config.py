@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,24 @@ class Speculation(StrEnum):
 
     NONE = "none"
     NGRAM = "ngram"
+
+
+_AT_LEAST_ONE = (
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_waiting_sequences",
+    "num_blocks",
+    "integrity_interval_steps",
+)
+_ABOVE_ZERO = (
+    "lease_seconds",
+    "load_timeout_seconds",
+    "step_timeout_seconds",
+    "stall_seconds",
+    "heartbeat_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +109,16 @@ class EngineConfig:
     log_level: str = setting("info", "Least level of log lines.", unit="level")
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        for name in _AT_LEAST_ONE:
+            # Some may be unset.
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}.")
+        for name in _ABOVE_ZERO:
+            # Written so that NaN fails, too.
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 seconds, not {getattr(self, name)}.")
+        if not 0 <= self.drain_timeout_seconds < math.inf:
+            raise ValueError(f"drain_timeout_seconds must be at least 0, not {self.drain_timeout_seconds}.")
         if _ENGINE_ID.fullmatch(self.engine_id) is None:
             raise ValueError("engine_id must be up to 128 letters, digits, dots, colons, dashes and underscores.")
         if self.max_steps_in_flight not in (1, 2):
@@ -101,7 +127,7 @@ class EngineConfig:
             raise ValueError(f"target_itl must be above 0 seconds, not {self.target_itl}.")
         if not 0 < self.max_prefill_share <= 1:
             raise ValueError(f"max_prefill_share must be in (0, 1], not {self.max_prefill_share}.")
-        if not self.aging_seconds >= 0:
+        if not 0 <= self.aging_seconds < math.inf:
             raise ValueError(f"aging_seconds must be at least 0, not {self.aging_seconds}.")
         # Raises for limits of drafts that contradict each other, also while nothing is speculated.
         self._ngram_config()

@@ -174,6 +174,7 @@ class EngineLoop:
             if self._scheduler is None or self._model is None:
                 raise NoEngineAvailable("This engine is still loading its model.", retry_after_seconds=2.0)
             wire.refuse_unknown_tokens(request, self._model.vocab_size)
+            self._give_up_earlier_try(self._scheduler, owner, request.request_id)
             handles = self._scheduler.add(request, self._clock())
         except OctavoError as error:
             if isinstance(error, Overloaded):
@@ -185,9 +186,17 @@ class EngineLoop:
         outbox.put(Outgoing(wire.started_message(request.request_id, handles)))
         self._wake.set()
 
-    def abort(self, request_id: str, handles: tuple[int, ...]) -> None:
-        """End a request, or some of its choices, from outside."""
-        if self._scheduler is not None:
+    def _give_up_earlier_try(self, scheduler: Scheduler, owner: int, request_id: str) -> None:
+        """End what another stream still has of a request: its gateway has lost that stream, and asks again here.
+
+        The end of a connection may be heard of later than what comes on the next one.
+        """
+        if scheduler.owner_of(request_id) not in (None, owner):
+            self._publish_ends(scheduler.abort(request_id, self._clock()))
+
+    def abort(self, owner: int, request_id: str, handles: tuple[int, ...]) -> None:
+        """End a request of a stream, or some of its choices, from outside; one of another stream goes on."""
+        if self._scheduler is not None and self._scheduler.owner_of(request_id) == owner:
             self._publish_ends(self._scheduler.abort(request_id, self._clock(), handles))
             self._wake.set()
 

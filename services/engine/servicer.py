@@ -62,7 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         stamps.note_received(request.request_id, now)
                     self._loop.submit(owner, request)
                 elif message.WhichOneof("command") == "abort":
-                    self._loop.abort(message.abort.request_id, tuple(message.abort.handles))
+                    self._loop.abort(owner, message.abort.request_id, tuple(message.abort.handles))
             outbox.close()
         except OctavoError as error:
             outbox.close(error)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from libs.errors import InternalError, InvalidLogits, InvalidRequest, OctavoError, UnsupportedField
+from libs.errors import (
+    InternalError,
+    InvalidLogits,
+    InvalidRequest,
+    OctavoError,
+    Overloaded,
+    UnsupportedField,
+)
 from libs.kv import PrefixHash, SharedPrefix
 from libs.kv.block_pool import PoolChanges
 from libs.logprobs import TokenLogprobs
@@ -81,6 +88,7 @@ def request_from_submit(submit: generation_pb2.Submit, *, owner: int, now: float
             ignore_eos=params.ignore_eos,
         ),
         sampling_params=params,
+        num_params_bytes=params.ByteSize(),
         tenant_id=submit.tenant_id,
         priority=submit.priority,
         cache_salt=submit.cache_salt,
@@ -363,6 +371,8 @@ def _failure_of(failed: worker_pb2.FailedSequence) -> OctavoError:
         return UnsupportedField(failed.message, param="sampling_params")
     if failed.failure == worker_pb2.SEQUENCE_FAILURE_NO_TOKEN_LEFT:
         return InvalidRequest(failed.message, param="sampling_params")
+    if failed.failure == worker_pb2.SEQUENCE_FAILURE_NOT_READY:
+        return Overloaded(failed.message, retry_after_seconds=1.0)
     return InvalidLogits(failed.message or "The model gave logits that are not numbers.")
 
 

@@ -9,9 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from libs.errors import InternalError, OctavoError, WorkerLost
+from libs.obs import get_logger
 from services.engine.clients import StepStream, WorkerClient
 from services.engine.core.scheduler_output import SchedulerOutput, StepResult
 from services.engine.identity import LoadedModel
+
+_log = get_logger("worker_group")
 
 _NO_GROUP = ""  # of a lone rank
 # More than can be in flight: a worker that answers more has lost its way.
@@ -78,6 +81,10 @@ class StepRunner:
             self._note_loss(WorkerLost(f"The worker of rank {rank} answered a step that was not sent."))
         except OctavoError as error:
             self._note_loss(error if isinstance(error, WorkerLost) else WorkerLost(error.message))
+        except Exception as error:
+            # As of a worker of another version: to wait for more of its answers would only take longer.
+            _log.exception("worker's answer cannot be read", rank=rank)
+            self._note_loss(WorkerLost(f"An answer of rank {rank} cannot be read: {type(error).__name__}: {error}"))
 
     @asynccontextmanager
     async def _bounded(self, what: str) -> AsyncIterator[None]:

@@ -130,9 +130,10 @@ class MessageFormat:
         return self._open(block, is_new=True)
 
     def _tool_use(self, index: int, call: WholeCall) -> dict[str, Any]:
-        # An input is an object also where the answer was cut: what of it is certain.
-        arguments = complete_object(call.arguments)
-        return {"type": "tool_use", "id": self._call_id(index), "name": call.name, "input": arguments}
+        # An input is an object also where the answer was cut: what of it is certain. It is given as it was written,
+        # as in a stream: numbers keep all their digits.
+        written = orjson.Fragment(complete_object(call.arguments))
+        return {"type": "tool_use", "id": self._call_id(index), "name": call.name, "input": written}
 
     def _call_id(self, index: int) -> str:
         return new_call_id(self._head, 0, index, prefix="toolu_")

@@ -22,7 +22,6 @@ from services.gateway.generation_options import (
     parse_generation_options,
 )
 from services.gateway.openai_schema import MAX_CONTENT_PARTS, MAX_MESSAGES, ModelFacts, read_model_name, with_tools
-from services.gateway.openai_values import schema_text
 from services.gateway.prompts import ChatPrompt
 from services.gateway.reasoning_fields import check_reasoning_limit, switch_variables
 from services.gateway.tools import (
@@ -66,7 +65,7 @@ class TextBlock(_Block, tag="text", frozen=True):
     text: str
     cache_control: CacheControl | None = None
     # As answers have it, so that a client may send them back.
-    citations: None = None
+    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
 class ThinkingBlock(_Block, tag="thinking", frozen=True):
@@ -84,9 +83,6 @@ class ToolUseBlock(_Block, tag="tool_use", frozen=True):
     input: dict[str, Any]
     cache_control: CacheControl | None = None
     caller: None = None
-
-
-TextBlocks = Annotated[list[TextBlock], Meta(min_length=1, max_length=MAX_CONTENT_PARTS)]
 
 
 class ToolResultBlock(_Block, tag="tool_result", frozen=True):
@@ -118,6 +114,8 @@ class ToolBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
+    # Inputs are streamed as they come for every tool.
+    eager_input_streaming: bool | None = None
 
 
 class AutoChoice(_Choice, tag="auto", frozen=True):
@@ -168,7 +166,7 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | TextBlocks | None = None
+    system: str | Annotated[list[TextBlock], Meta(max_length=MAX_CONTENT_PARTS)] | None = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AutoChoice | AnyChoice | ToolChoiceBody | NoChoice | None = None
     thinking: ThinkingOn | ThinkingAdaptive | ThinkingOff | None = None
@@ -274,7 +272,7 @@ def parse_token_count(body: Mapping[str, Any], model: ModelFacts) -> ChatPrompt:
 def _prompt(body: CountTokensBody, model: ModelFacts) -> ChatPrompt:
     """Return the turns; those of one side in a row are one, and the answer goes on with the assistant's last."""
     turns: list[ChatMessage] = []
-    if body.system is not None:
+    if body.system is not None and body.system != []:
         turns.append(ChatMessage(role="system", content=_text(body.system)))
     for index, message in enumerate(body.messages):
         for turn in _turns(message, f"messages[{index}]"):
@@ -358,8 +356,7 @@ def _turns(message: Message, path: str) -> Iterator[ChatMessage]:
                 thoughts.append(block.thinking)
             case ToolUseBlock():
                 place = f"{path}.content[{index}]"
-                arguments = schema_text(block.input, f"{place}.input")
-                calls.append(make_tool_call(block.id, block.name, arguments, place))
+                calls.append(make_tool_call(block.id, block.name, block.input, place, arguments_name="input"))
             case ToolResultBlock():
                 if texts:
                     yield ChatMessage(message.role, "\n".join(texts))

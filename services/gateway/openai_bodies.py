@@ -337,15 +337,15 @@ def _assistant_message() -> JsonSchema:
     message = _message(
         ("assistant",),
         {
-            "content": _nullable(_content(), "What it said."),
+            "content": _nullable({"anyOf": [_content(), {"const": []}]}, "What it said."),
             "tool_calls": _nullable(calls, "What it called."),
             "reasoning_content": _nullable(_STRING, "What it thought."),
             "reasoning": _nullable(_STRING, "The same, as newer versions of vLLM name it."),
         },
         required=(),
     )
-    # A message that calls tools, or that was cut while it thought, need not say anything.
-    says = {"required": ["content"], "properties": {"content": {"not": _NULL}}}
+    # A message that calls tools need not say anything, nor one that was cut while it was thought of.
+    says = {"required": ["content"], "properties": {"content": {"not": {"enum": [None, []]}}}}
     acts = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
     thinks = [
         {"required": [name], "properties": {name: {"not": _NULL}}} for name in ("reasoning_content", "reasoning")
@@ -359,10 +359,10 @@ def _tool_call() -> JsonSchema:
             "name": _function_name(),
             "parsed_arguments": {"description": "Made of the arguments by a client; it changes nothing."},
             "arguments": {
-                "type": "string",
-                "pattern": r"^\s*\{",
+                "type": ["string", "object"],
+                "pattern": r"^\s*(\{|$)",
                 "contentMediaType": "application/json",
-                "description": "A JSON object.",
+                "description": "A JSON object as text, none for an empty one; or the object itself.",
             },
         },
         ("name", "arguments"),

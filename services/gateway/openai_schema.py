@@ -145,18 +145,12 @@ def parse_chat_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidCh
 def with_tools(
     options: GenerationOptions, prompt: ChatPrompt, tools: ToolUse, model: ModelFacts
 ) -> tuple[GenerationOptions, ChatPrompt]:
-    """Return a request in which the model is told of tools and its answer is held to their calls.
+    """Return a request in which the model is told of tools and its answer is held to their calls, or to its form.
 
     Raises:
-        UnsupportedField: the answer has a form already, or this model cannot be held so.
+        UnsupportedField: this model cannot be held so.
     """
-    if options.constraint is not None:
-        raise UnsupportedField(
-            f"{options.constraint.param!r} and 'tools' cannot both constrain the answer; with 'tool_choice' 'none' "
-            "the form holds.",
-            param="tools",
-        )
-    constraint = tool_constraint(tools, model.format)
+    constraint = tool_constraint(tools, model.format, options.constraint)
     told = tuple(tool.as_value() for tool in tools.tools)
     return (
         dataclasses.replace(options, constraint=constraint, tools=tools),
@@ -261,7 +255,7 @@ def _message(message: Any, path: str) -> ChatMessage:
     reasoning = _reasoning(message, path) if role == "assistant" else None
     # A message that calls tools, or that was cut while it thought, need not say anything.
     needs_content = not calls and reasoning is None
-    has_content = needs_content or message.get("content") is not None
+    has_content = needs_content or message.get("content") not in (None, [])
     content = _content(message.get("content"), f"{path}.content") if has_content else ""
     call_id = message.get("tool_call_id")
     if role == "tool" and not isinstance(call_id, str):

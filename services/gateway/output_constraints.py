@@ -20,6 +20,8 @@ from services.gateway.openai_values import schema_text
 
 # The converter is Python: it takes a few microseconds for each, while nobody else gets the event loop.
 MAX_GBNF_CHARACTERS: Final = 16_384
+# The time that the converter takes grows with their square: 0.1 s for so many.
+MAX_GBNF_RULES: Final = 512
 _ANY_OBJECT: Final = '{"type":"object"}'
 _SCHEMA_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # Fields of ``structured_outputs`` of which one says what the output is.
@@ -32,6 +34,8 @@ class OutputConstraint:
 
     grammar: Grammar
     param: str
+    # A form that is part of the grammar, so that it is told which of the two cannot be enforced.
+    form: OutputConstraint | None = None
 
 
 def parse_output_constraint(body: Mapping[str, Any]) -> OutputConstraint | None:
@@ -161,12 +165,18 @@ _EXPECTED: Final = {
 
 def _lark_of(grammar: str) -> str:
     """Return a grammar in Lark's words; one in llama.cpp's (GBNF) is told by its ``::=``."""
-    if "::=" not in grammar:
+    num_rules = grammar.count("::=")
+    if not num_rules:
         return grammar
     if len(grammar) > MAX_GBNF_CHARACTERS:
         raise InvalidRequest(
             f"A grammar in GBNF has at most {MAX_GBNF_CHARACTERS} characters, not {len(grammar)}; "
             "write a longer one in Lark.",
+            param="structured_outputs.grammar",
+        )
+    if num_rules > MAX_GBNF_RULES:
+        raise InvalidRequest(
+            f"A grammar in GBNF has at most {MAX_GBNF_RULES} rules; this one has {num_rules}.",
             param="structured_outputs.grammar",
         )
     try:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from services.gateway.generation import GenerationFinished
+from services.gateway.generation import FinishReason, GenerationFinished
 from services.gateway.model_formats.model_format import AnswerParser
 from services.gateway.model_formats.parsed import CallDelta
 from services.gateway.model_formats.reasoning import ReasoningState
@@ -60,7 +60,8 @@ class ParsedOutput:
         return self._joined(deltas)
 
     def _read(self, delta: TextDelta) -> TextDelta:
-        parsed = self._parser.add(delta.text, is_last=delta.finish_reason is not None)
+        is_cut = delta.finish_reason is FinishReason.LENGTH or delta.stop_string is not None
+        parsed = self._parser.add(delta.text, is_last=delta.finish_reason is not None, is_cut=is_cut)
         self._num_calls += sum(call.name is not None for call in parsed.calls)
         return TextDelta(
             parsed.content,

@@ -5,17 +5,18 @@ Owns where a text that was cut can be closed. It must not know why it was cut.
 
 from __future__ import annotations
 
-from typing import Any, Final
-
-import orjson
+import json
+from typing import Final
 
 _CLOSERS: Final = {"{": "}", "[": "]"}
 # A value that ends so is complete; a number might have gone on.
 _COMPLETE_ENDS: Final = ('"', "}", "]", "e", "l")
 
 
-def complete_object(text: str) -> dict[str, Any]:
-    """Return an object from its whole text, or from the beginning of it without what is not complete."""
+def complete_object(text: str) -> str:
+    """Return an object's text, or its beginning closed behind what is complete; ``{}`` for no object."""
+    if _is_object(text):
+        return text
     open_brackets: list[str] = []
     # Where the text can be cut, and the brackets that are open there.
     last_cut, open_at_cut = 0, ""
@@ -39,11 +40,21 @@ def complete_object(text: str) -> dict[str, Any]:
     candidates = [(text[:last_cut], open_at_cut)]
     if not is_in_string and text.rstrip().endswith(_COMPLETE_ENDS):
         candidates.insert(0, (text, "".join(open_brackets)))
-    for beginning, brackets in candidates:
-        closed = beginning + "".join(_CLOSERS[bracket] for bracket in reversed(brackets))
-        try:
-            value = orjson.loads(closed)
-        except orjson.JSONDecodeError:
-            continue
-        return value if isinstance(value, dict) else {}
-    return {}
+    closed = (
+        beginning + "".join(_CLOSERS[bracket] for bracket in reversed(brackets))
+        for beginning, brackets in candidates
+    )
+    return next(filter(_is_object, closed), "{}")
+
+
+def _is_object(text: str) -> bool:
+    """Tell whether a text is an object of JSON, whatever characters its escapes name."""
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse_constant(name: str) -> None:
+    """Refuse what Python takes and JSON does not: NaN and Infinity."""
+    raise ValueError(name)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-import orjson
 
 from libs.errors import OctavoError, Overloaded
 from services.gateway.answer_format import AnswerHead, ChoiceDelta, UsageCounts, WholeChoice, new_call_id
@@ -77,9 +76,7 @@ class ResponseFormat:
         """Return the whole response."""
         (choice,) = choices
         assert choice.finish_reason is not None, "an answer has an end"
-        return orjson.dumps(
-            self._finished(self._whole_items(choice), choice.finish_reason, counts), default=msgspec.to_builtins
-        )
+        return msgspec.json.encode(self._finished(self._whole_items(choice), choice.finish_reason, counts))
 
     def _whole_items(self, choice: WholeChoice) -> list[dict[str, Any]]:
         """Return the items of a whole answer; where it was cut the last is incomplete."""
@@ -259,7 +256,8 @@ class ResponseFormat:
     def _event(self, kind: str, **fields: Any) -> bytes:
         payload = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return named_event(kind, orjson.dumps(payload, default=msgspec.to_builtins))
+        # What a client sent is repeated, and may have integers of any size.
+        return named_event(kind, msgspec.json.encode(payload))
 
 
 @dataclass(slots=True)

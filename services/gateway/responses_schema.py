@@ -92,6 +92,10 @@ class FunctionCallItem(_Item, tag="function_call", kw_only=True, frozen=True):
     call_id: _Id
     name: FunctionName
     arguments: str
+    # As OpenAI's clients have them, whether they are set or not.
+    namespace: None = None
+    caller: None = None
+    is_async: None = msgspec.field(default=None, name="async")
 
 
 class FunctionCallOutputItem(_Item, tag="function_call_output", kw_only=True, frozen=True):
@@ -342,8 +346,10 @@ def _add(turns: list[ChatMessage], item: Item, path: str) -> None:
         case ReasoningItem():
             thought = "\n".join(part.text for part in item.content or ())
             turns.append(ChatMessage("assistant", "", reasoning=thought or None))
-        case MessageItem(role="assistant") if last is not None and last.reasoning and not last.content:
-            turns[-1] = replace(last, content=_text(item.content))
+        case MessageItem(role="assistant") if last is not None and (last.tool_calls or last.reasoning):
+            # Text behind calls belongs to their turn, too: results must follow it, and no other turn.
+            said = (last.content, _text(item.content))
+            turns[-1] = replace(last, content="\n".join(text for text in said if text))
         case MessageItem():
             turns.append(ChatMessage(_role(item), _text(item.content)))
         case FunctionCallItem():

@@ -258,6 +258,8 @@ class TextPreparation:
         except InvalidRequest as error:
             for tool in () if options.tools is None else options.tools.callable_tools:
                 self._check_schema(tool)
+            if constraint is not None and constraint.form is not None:
+                self._check_alone(constraint.form.grammar, constraint.form.param)
             if constraint is not None and constraint.grammar is not grammar:
                 self._check_alone(constraint.grammar, param)
             raise InvalidRequest(error.message, param=param) from error

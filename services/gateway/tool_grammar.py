@@ -14,7 +14,7 @@ import orjson
 
 from libs.errors import InvalidRequest, UnsupportedField
 from libs.grammar import Grammar, GrammarForm
-from libs.grammar.compiler import JSON_OPTIONS
+from libs.grammar.compiler import compiler_schema, lark_literal
 from services.gateway.model_formats.format import CallGrammar, Vocabulary
 from services.gateway.model_formats.model_format import ModelFormat
 from services.gateway.model_formats.reasoning import ReasoningFormat, ReasoningState
@@ -31,10 +31,13 @@ _START: Final = re.compile(r"^start(?=\s*:)", re.MULTILINE)
 _START_ANYWHERE: Final = re.compile(r"\bstart\b")
 
 
-def tool_constraint(use: ToolUse, model_format: ModelFormat) -> OutputConstraint | None:
+def tool_constraint(
+    use: ToolUse, model_format: ModelFormat, form: OutputConstraint | None = None
+) -> OutputConstraint | None:
     """Return the grammar of an answer: any text with right calls in it, or nothing but calls.
 
-    None where the model's form has none and calls are not required.
+    Where the answer has a ``form`` it is calls or that. None where the model's form of calls has no grammar and
+    calls are not required.
 
     Raises:
         UnsupportedField: calls cannot be required of this model, or not be held to a schema.
@@ -45,15 +48,33 @@ def tool_constraint(use: ToolUse, model_format: ModelFormat) -> OutputConstraint
     max_calls = MAX_CALLS if use.is_parallel and model_format.has_parallel_calls else 1
     named = [(tool.name, f"arguments_{index}") for index, tool in enumerate(use.callable_tools)]
     calls = tools.grammar(named, max_calls, model_format.vocabulary)
+    if form is not None:
+        _require_apart(form, calls, tools.name)
     if calls is None:
         _require_free_calls(use, tools.name)
         return None
-    schemas = [orjson.dumps(dict(tool.parameters) | {"x-guidance": JSON_OPTIONS}) for tool in use.callable_tools]
-    arguments = [f"{rule}: %json {schema.decode()}" for (_, rule), schema in zip(named, schemas, strict=True)]
-    answer = _required(calls, model_format.vocabulary) if use.choice is ToolChoice.REQUIRED else None
-    rules = answer or _possible(calls, model_format.vocabulary)
+    schemas = [compiler_schema(tool.parameters) for tool in use.callable_tools]
+    arguments = [f"{rule}: %json {schema}" for (_, rule), schema in zip(named, schemas, strict=True)]
+    if use.choice is ToolChoice.REQUIRED:
+        rules = _required(calls, model_format.vocabulary)
+    elif form is not None:
+        rules = _required_or(form.grammar, calls, model_format.vocabulary)
+    else:
+        rules = _possible(calls, model_format.vocabulary)
     text = "\n".join([_HEADER, _OWN_NOTE, *rules, *calls.rules, *arguments])
-    return OutputConstraint(Grammar(GrammarForm.LARK, (text,)), "tools")
+    return OutputConstraint(Grammar(GrammarForm.LARK, (text,)), "tools", form)
+
+
+def _require_apart(form: OutputConstraint, calls: CallGrammar | None, name: str) -> None:
+    """Refuse a form of the answer that could not be told from calls, or not be written beside them."""
+    if form.grammar.form is GrammarForm.LARK:
+        raise UnsupportedField(f"{form.param!r} and 'tools' cannot be used together.", param="tools")
+    if calls is None or calls.begin is None:
+        raise UnsupportedField(
+            f"{form.param!r} and 'tools' cannot be used together: calls in this model's form ({name}) cannot be "
+            "told from other answers.",
+            param="tools",
+        )
 
 
 def _require_free_calls(use: ToolUse, form: str) -> None:
@@ -77,6 +98,12 @@ def _require_free_calls(use: ToolUse, form: str) -> None:
 def _required(calls: CallGrammar, vocabulary: Vocabulary) -> list[str]:
     begin = "" if calls.begin is None else f"{vocabulary.term(calls.begin)} "
     return [f"start: {begin}calls", f"calls: {calls.calls}"]
+
+
+def _required_or(form: Grammar, calls: CallGrammar, vocabulary: Vocabulary) -> list[str]:
+    """Return rules for calls and nothing else, or for an answer of this form."""
+    begin, *rules = _required(calls, vocabulary)
+    return [f"{begin} | formed_answer", *rules, *_answer(form, "formed_answer")]
 
 
 def _possible(calls: CallGrammar, vocabulary: Vocabulary) -> list[str]:
@@ -109,7 +136,7 @@ def with_reasoning(
         InvalidRequest: a grammar of a client that cannot stand behind another.
     """
     begin = vocabulary.term(reasoning.begin)
-    answer, text_rule = _answer(grammar), _TEXT_RULE
+    answer, text_rule = _answer(grammar, "reasoned_answer"), _TEXT_RULE
     if state is ReasoningState.OPEN:
         start = f"start: {begin}? reasoning_thought reasoning_space reasoned_answer"
     else:
@@ -146,26 +173,25 @@ def _in_regex(marker: str) -> str:
     return re.escape(marker).replace("/", r"\/")
 
 
-def _answer(grammar: Grammar | None) -> Sequence[str]:
-    """Return the rules of an answer by the name ``reasoned_answer``."""
+def _answer(grammar: Grammar | None, rule: str) -> Sequence[str]:
+    """Return the rules of an answer, the first by the name ``rule``."""
     if grammar is None:
-        return ["reasoned_answer: TEXT", _TEXT_RULE]
+        return [f"{rule}: TEXT", _TEXT_RULE]
     match grammar.form:
         case GrammarForm.JSON_SCHEMA:
-            schema = orjson.loads(grammar.text) | {"x-guidance": JSON_OPTIONS}
-            return [f"reasoned_answer: %json {orjson.dumps(schema).decode()}"]
+            return [f"{rule}: %json {compiler_schema(orjson.loads(grammar.text))}"]
         case GrammarForm.REGEX:
-            return [f"reasoned_answer: /{llguidance.regex_to_lark(grammar.text, 'd')}/"]
+            return [f"{rule}: /{llguidance.regex_to_lark(grammar.text, 'd')}/"]
         case GrammarForm.CHOICE:
-            return ["reasoned_answer: " + " | ".join(orjson.dumps(literal).decode() for literal in grammar.texts)]
+            return [f"{rule}: " + " | ".join(map(lark_literal, grammar.texts))]
         case GrammarForm.LARK:
             text = grammar.text.removeprefix(_HEADER).lstrip()
             if text.startswith(_OWN_NOTE):
-                return [_START.sub("reasoned_answer", text, count=1)]
+                return [_START.sub(rule, text, count=1)]
             if len(_START_ANYWHERE.findall(text)) != 1 or not _START.search(text) or "%llguidance" in text:
                 raise InvalidRequest(
                     "'structured_outputs.grammar' cannot stand behind the model's reasoning: 'start' must be in it "
                     "once, at the beginning of a line. Or turn the reasoning off.",
                     param="structured_outputs.grammar",
                 )
-            return [_START.sub("reasoned_answer", text)]
+            return [_START.sub(rule, text)]

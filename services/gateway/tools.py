@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, TypeAlias
 
+import msgspec
 import orjson
 from msgspec import Meta
 
@@ -22,7 +23,9 @@ from libs.text import ChatMessage, ToolCall
 from services.gateway.openai_values import schema_text
 
 MAX_TOOLS: Final = 128
-MAX_DESCRIPTION_CHARACTERS: Final = 8192
+# Some agents describe a tool in more than 10,000.
+MAX_DESCRIPTION_CHARACTERS: Final = 65_536
+MAX_ARGUMENTS_DEPTH: Final = 128
 
 # Of a call that was made. One that a client put together from a stream has its place in the message, and OpenAI's
 # clients add what they have read out of the arguments.
@@ -216,30 +219,51 @@ def _tool_call(value: Any, path: str) -> ToolCall:
     return make_tool_call(call_id, name, arguments, f"{path}.function")
 
 
-def make_tool_call(call_id: str, name: Any, arguments: Any, path: str) -> ToolCall:
+def make_tool_call(
+    call_id: str, name: Any, arguments: Any, path: str, *, arguments_name: str = "arguments"
+) -> ToolCall:
     """Return a call whose name and arguments stand at ``path``; raises InvalidRequest for a wrong one."""
     check_name(name, f"{path}.name")
-    _check_arguments(arguments, f"{path}.arguments")
-    return ToolCall(call_id, name, arguments)
+    return ToolCall(call_id, name, _arguments_text(arguments, f"{path}.{arguments_name}"))
 
 
-def _check_arguments(arguments: Any, path: str) -> None:
-    """Refuse what is no object, or one that no template could write: too deep, or with an endless number."""
-    try:
-        found = orjson.loads(arguments) if isinstance(arguments, str) else None
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+def _arguments_text(arguments: Any, path: str) -> str:
+    """Return arguments as JSON: clients send an empty text for none, and some the object itself."""
+    if isinstance(arguments, str):
+        text: str | None = arguments if arguments.strip() else "{}"
+    else:
+        text = _as_json(arguments)
+    if text is None or not _is_object(text):
         raise InvalidRequest(f"'{path}' must be a JSON object as a string.", param=path)
+    if _depth(text) > MAX_ARGUMENTS_DEPTH:
+        raise InvalidRequest(f"'{path}' is nested more than {MAX_ARGUMENTS_DEPTH} levels deep.", param=path)
     try:
-        # It writes values of some 250 levels at most, which is also what templates can look into.
-        orjson.dumps(found)
         # As it is read for templates: whole numbers stay whole, and so are bounded in length.
-        json.loads(arguments)
-    except TypeError as error:
-        raise InvalidRequest(f"'{path}' is nested too deep; at most 250 levels are taken.", param=path) from error
+        json.loads(text)
     except ValueError as error:
         raise InvalidRequest(f"'{path}' has a number of too many digits.", param=path) from error
+    return text
+
+
+def _as_json(value: Any) -> str | None:
+    """Return a value as JSON; None for one nested so deep that it cannot be written."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        return None
+
+
+def _depth(text: str) -> int:
+    """Return how deep JSON is nested, at most as many levels as it has brackets."""
+    num_brackets = text.count("{") + text.count("[")
+    if num_brackets <= MAX_ARGUMENTS_DEPTH:
+        return num_brackets
+    depth, level = 0, [orjson.loads(text)]
+    while level and depth <= MAX_ARGUMENTS_DEPTH:
+        depth += 1
+        parts = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [part for some in parts for part in some if isinstance(part, dict | list)]
+    return depth
 
 
 def check_results(messages: Sequence[ChatMessage], param: str) -> None:
@@ -257,6 +281,13 @@ def check_results(messages: Sequence[ChatMessage], param: str) -> None:
 def _refuse_others(value: Mapping[str, Any], known: frozenset[str], path: str) -> None:
     for name in value.keys() - known:
         raise InvalidRequest(f"Unknown field '{path}.{name[:64]}'.", param=path)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        return False
 
 
 def _function_tool(value: Any, path: str) -> Tool:

@@ -85,6 +85,11 @@ class UpConfig:
         "worker.drain_grace_seconds, because one that drains takes no calls.",
         unit="seconds",
     )
+    process_silence_seconds: float = setting(
+        30.0,
+        "An engine, router or telemetry process that answers nothing for so long is killed and started again.",
+        unit="seconds",
+    )
     max_restarts_per_minute: int = setting(
         12, "Restarts of one process within a minute after which everything is stopped."
     )
@@ -112,7 +117,12 @@ class UpConfig:
         _require_scheme("redis_url", self.redis_url, ("redis", "rediss", "unix"))
         _require_scheme("clickhouse_url", self.clickhouse_url, ("http", "https"))
         _require_scheme("otlp_endpoint", self.otlp_endpoint, ("http", "https"))
-        for name in ("ready_timeout_seconds", "drain_timeout_seconds", "worker_silence_seconds"):
+        for name in (
+            "ready_timeout_seconds",
+            "drain_timeout_seconds",
+            "worker_silence_seconds",
+            "process_silence_seconds",
+        ):
             # Written so that NaN fails, too.
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be greater than 0.")

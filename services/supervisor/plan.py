@@ -201,7 +201,7 @@ class _Planner:
             flags["quantization"] = self._config.quantization
         return dataclasses.replace(
             self._grpc_process("worker", name, flags, StopStage.WORKER, 15.0, niceness=0),
-            # A worker that is stopped keeps its connections, and other ranks cannot do without it.
+            # Other ranks cannot do without it, and one that drains takes no calls.
             silence_limit_seconds=self._config.worker_silence_seconds,
         )
 
@@ -297,6 +297,8 @@ class _Planner:
             niceness=self._config.background_nice if niceness is None else niceness,
             stop_stage=stop_stage,
             stop_grace_seconds=stop_grace_seconds,
+            # A process that is stopped keeps its connections and never ends by itself.
+            silence_limit_seconds=self._config.process_silence_seconds,
         )
 
     def _address(self, name: str) -> str:
@@ -311,13 +313,19 @@ class _Planner:
         file = () if self._options.config_file is None else ("--config", str(self._options.config_file))
         own = (f"--{flag}={value}" for flag, value in flags.items() if not _is_secret(flag, value))
         passed = (setting.flag for setting in self._options.tier_settings if setting.tier == tier)
-        shares = self._shares_of_workers() if tier == "worker" else ()
-        return (*self._places.tier_command, tier, *file, *own, *self._tracing(tier), *shares, *passed)
+        return (*self._places.tier_command, tier, *file, *own, *self._tracing(tier), *self._derived(tier), *passed)
 
     def _tracing(self, tier: str) -> Iterator[str]:
         """Tell those who make spans where they go."""
         if self._config.otlp_endpoint and tier in _TRACED_TIERS:
             yield f"--otlp-endpoint={self._config.otlp_endpoint}"
+
+    def _derived(self, tier: str) -> Iterator[str]:
+        """Tell a tier what follows from the settings of others."""
+        if tier == "worker":
+            yield from self._shares_of_workers()
+        elif tier == "gateway":
+            yield from self._block_size_of_engines()
 
     def _shares_of_workers(self) -> Iterator[str]:
         """Divide cores and memory between workers, unless the user does: each expects a whole machine."""
@@ -327,6 +335,22 @@ class _Planner:
             yield f"--num-threads={max(1, self._places.num_cores // num_workers)}"
         if num_workers > 1 and "kv_cache_memory_fraction" not in named:
             yield f"--kv-cache-memory-fraction={_KV_CACHE_MEMORY_FRACTION / num_workers:.4f}"
+
+    def _block_size_of_engines(self) -> Iterator[str]:
+        """Tell gateways the size of the engines' blocks: with another one prefix hashes mean something else."""
+        names = [key for key in self._options.named_keys if key.field == "block_size"]
+        of_engines = [key for key in names if key.tier == "engine"]
+        if not of_engines or any(key.tier == "gateway" for key in names):
+            return
+        given = [
+            each for each in self._options.tier_settings if (each.tier, each.field) == ("engine", "block_size")
+        ]
+        if not given:
+            raise ConfigError(
+                f"engine.block_size is set by {of_engines[0].source}, and gateways must know it; "
+                "set gateway.block_size to the same there."
+            )
+        yield given[-1].flag
 
     def _refuse_conflicts(self, tier: str, own_fields: Iterable[str]) -> None:
         """Refuse a setting that would be ignored or would tear the processes apart."""

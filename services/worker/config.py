@@ -128,6 +128,12 @@ class WorkerConfig:
                 raise ValueError(
                     f"quantization {self.quantization} needs the native kernels; leave kernels at auto."
                 )
+        if self.num_threads < 0:
+            raise ValueError(f"num_threads must be at least 0, not {self.num_threads}.")
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            raise ValueError(f"kv_cache_memory_bytes must be at least 1, not {self.kv_cache_memory_bytes}.")
+        if not 0.0 <= self.drain_grace_seconds < math.inf:
+            raise ValueError(f"drain_grace_seconds must be at least 0, not {self.drain_grace_seconds}.")
         if self.kv_cache_memory and self.kv_cache_memory_bytes is not None:
             raise ValueError("give kv_cache_memory or kv_cache_memory_bytes, not both.")
         if not 0.0 < self.exchange_timeout_seconds < math.inf:

@@ -24,6 +24,7 @@ from services.worker.weights import (
     ModelConfig,
     RopeScaling,
     YarnRopeScaling,
+    layer_count,
     yarn_amplitude,
 )
 
@@ -93,7 +94,7 @@ def read_folder_config(path: Path) -> ModelConfig:
         return _model_config(values, architecture, path)
     except KeyError as error:
         raise ModelLoadFailed(f"{path} does not say {error.args[0]}.") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelLoadFailed(f"{path} has a value that cannot be understood: {error}.") from error
 
 
@@ -109,15 +110,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _architecture(values: Mapping[str, Any], path: Path) -> str:
-    named = values.get("architectures") or [
+    listed = values.get("architectures") or [
         _MODEL_TYPES.get(str(values.get("model_type")), values.get("model_type"))
     ]
-    if named[0] not in ARCHITECTURES:
+    named = listed[0] if isinstance(listed, list) else listed
+    if named not in ARCHITECTURES:
         raise ModelLoadFailed(
-            f"{path} names the architecture {named[0]!r}, which is not served; "
-            f"these are: {', '.join(ARCHITECTURES)}."
+            f"{path} names the architecture {named!r}, which is not served; these are: {', '.join(ARCHITECTURES)}."
         )
-    return str(named[0])
+    return str(named)
 
 
 def _refuse_variants(values: Mapping[str, Any], architecture: str, path: Path) -> None:
@@ -135,7 +136,7 @@ def _refuse_variants(values: Mapping[str, Any], architecture: str, path: Path) -
 
 
 def _model_config(values: Mapping[str, Any], architecture: str, path: Path) -> ModelConfig:
-    num_layers, num_heads = int(values["num_hidden_layers"]), int(values["num_attention_heads"])
+    num_layers, num_heads = layer_count(values["num_hidden_layers"], path), int(values["num_attention_heads"])
     windows = _layer_windows(values, architecture, num_layers, path)
     rope, window_rope = _rope_tables(values, architecture, path)
     has_bias = bool(values.get("attention_bias"))

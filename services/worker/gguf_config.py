@@ -22,6 +22,7 @@ from services.worker.weights import (
     ModelConfig,
     RopeScaling,
     YarnRopeScaling,
+    layer_count,
     yarn_amplitude,
 )
 
@@ -94,7 +95,8 @@ def read_gguf_config(
             f"these are: {', '.join(GGUF_ARCHITECTURES)}."
         )
     _refuse_variants(metadata)
-    num_layers, num_heads = int(metadata.required("block_count")), int(metadata.required("attention.head_count"))
+    num_layers = layer_count(metadata.required("block_count"), metadata.path)
+    num_heads = int(metadata.required("attention.head_count"))
     hidden_size = int(metadata.required("embedding_length"))
     return ModelConfig(
         architecture=architecture,

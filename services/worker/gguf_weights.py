@@ -140,7 +140,9 @@ def _half_rotated(values: NDArray[np.float32], num_heads: int) -> NDArray[np.flo
     """Undo the row order of GGUF's llama architecture.
 
     It keeps the two values that are rotated together side by side; here the first half of a head holds all
-    first values and the second half all second ones.
+    first values and the second half all second ones. A tensor that has no such rows is refused by its shape, later.
     """
+    if len(values) % (2 * num_heads):
+        return values
     pairs = values.reshape(num_heads, len(values) // num_heads // 2, 2, -1)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

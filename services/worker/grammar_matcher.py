@@ -34,6 +34,12 @@ class GrammarMatcher:
         self._compiling = compiling
         self._output_token_ids = output_token_ids
         self._compiled: CompiledGrammar | None = None
+        self._is_late = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the grammar was not compiled when it was due; nothing is wrong with it then."""
+        return self._is_late
 
     def fill_mask(self, mask: TokenMask) -> None:
         """Write which tokens may come next; waits for the grammar at the first time."""
@@ -54,6 +60,7 @@ class GrammarMatcher:
         try:
             compiled = self._compiling.result(timeout=_MAX_WAIT_SECONDS)
         except (ClientError, TimeoutError) as error:
+            self._is_late = isinstance(error, TimeoutError)
             _log.warning("grammar not compiled", error=str(error) or type(error).__name__)
             return None
         # A sequence that comes back brings its output along; the grammar follows it again.

@@ -99,7 +99,8 @@ class ModelLoading:
         """Make what a step needs beside the weights and the cache."""
         limits = BatchLimits(
             max_num_seqs=self.request.max_num_seqs,
-            max_model_len=self.max_model_len,
+            # No sequence is longer than the cache, however long the model's own context is.
+            max_model_len=min(self.max_model_len, cache.plan.num_blocks * self.request.block_size),
             max_num_batched_tokens=self.request.max_num_batched_tokens,
             num_blocks=cache.plan.num_blocks,
             block_size=self.request.block_size,
@@ -119,7 +120,8 @@ class ModelLoading:
             Sampler(
                 max_num_seqs=limits.max_num_seqs,
                 vocab_size=limits.vocab_size,
-                eos_token_ids=self.text.eos_token_ids,
+                # A tokenizer may have more tokens than the model, and an end token among those never comes.
+                eos_token_ids=[each for each in self.text.eos_token_ids if each < limits.vocab_size],
                 row_sampler=row_sampler,
             ),
             PromptScorer(row_sampler, max_num_seqs=limits.max_num_seqs),

@@ -82,6 +82,11 @@ class Sampler:
         """Whether the sequence's logits are changed, for which its tokens are needed."""
         return self._rules[slot] is not None
 
+    def is_late(self, slot: int) -> bool:
+        """Whether the sequence's matcher allowed nothing only because it was not prepared in time."""
+        matcher = self._matchers[slot]
+        return matcher is not None and matcher.is_late
+
     def wants_logprobs(self, slots: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which of the sequences want the log-probabilities of their output."""
         wants: np.ndarray[tuple[int], np.dtype[np.bool_]] = self._num_alternatives[slots] != NO_LOGPROBS

@@ -25,6 +25,7 @@ from services.worker.token_mask import TokenMatcher
 from services.worker.work_counter import WorkCounter
 
 _NOT_NUMBERS = "The model gave logits that are not numbers."
+_GRAMMAR_LATE = "The grammar was not compiled in time, because this server is busy. Please try again."
 _NO_TOKEN_LEFT = (
     "No token may come next: the grammar, allowed_token_ids, bad_words and min_tokens leave none together. "
     "Loosen them."
@@ -99,6 +100,8 @@ class ServedModel:
         return SampledTokens(slots, num_tokens, token_ids, tuple(failed), logprobs, prompts.logprobs)
 
     def _fail_row(self, slot: int, status: RowStatus) -> FailedSequence:
+        if self.sampler.is_late(slot):
+            return self.batch.fail(slot, SequenceFailure.NOT_READY, _GRAMMAR_LATE)
         if status == RowStatus.NO_TOKEN_LEFT:
             return self.batch.fail(slot, SequenceFailure.NO_TOKEN_LEFT, _NO_TOKEN_LEFT)
         return self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)

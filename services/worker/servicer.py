@@ -99,7 +99,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _run_load(self, load: _Load) -> LoadedModel:
         # The task is the servicer's, not the caller's: a load goes on when the engine that asked for it leaves.
-        model = await self._in_thread(lambda: self._runner.load(load.request, load.report))
+        try:
+            model = await self._start(lambda: self._runner.load(load.request, load.report))
+        except OctavoError:
+            raise
+        except Exception as error:
+            # A file that nobody has thought of, or too little memory: an engine that took this for a lost worker
+            # would load again and again.
+            _log.exception("load failed")
+            raise ModelLoadFailed(f"Loading the model failed: {type(error).__name__}: {error}") from error
         self._meter.model_loaded(model)
         _log.info(
             "model loaded",

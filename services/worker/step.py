@@ -33,6 +33,7 @@ class SequenceFailure(StrEnum):
     INVALID_LOGITS = "invalid_logits"
     REFUSED = "refused"
     NO_TOKEN_LEFT = "no_token_left"
+    NOT_READY = "not_ready"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

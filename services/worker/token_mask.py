@@ -20,6 +20,11 @@ TOKENS_PER_WORD = 32
 class TokenMatcher(Protocol):
     """Follows one sequence's output and says which tokens may come next. All calls are from the runner's thread."""
 
+    @property
+    def is_late(self) -> bool:
+        """Whether its last mask allows nothing only because it was not prepared in time."""
+        ...
+
     def fill_mask(self, mask: TokenMask) -> None:
         """Write all words of ``mask`` ``[num_mask_words]``: the tokens that may follow what has been accepted."""
         ...

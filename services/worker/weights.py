@@ -7,9 +7,10 @@ format. It must not know how a model computes. Names are those of the transforme
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ QWEN2 = "Qwen2ForCausalLM"
 QWEN3 = "Qwen3ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
 ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3)
+
+# More than any model has: what says more is damaged, and is not to be believed by anything that it would size.
+MAX_LAYERS = 4_096
 
 # Tensors that some files carry and that are derived from the configuration here.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -65,6 +69,18 @@ class FrequencyFactors:
     factors: tuple[float, ...]
 
 
+def layer_count(value: Any, path: Path) -> int:
+    """Return how many layers a model's file says that it has. Any: the file may say anything.
+
+    Raises:
+        ModelLoadFailed: when no model has so many.
+    """
+    num_layers = int(value)
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise ModelLoadFailed(f"{path} says that the model has {num_layers} layers; from 1 to {MAX_LAYERS} can be.")
+    return num_layers
+
+
 def yarn_amplitude(factor: float, weight: float = 1.0) -> float:
     """Return the amplitude that YaRN's authors found best for a stretch by ``factor`` (section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -79,6 +95,18 @@ class Rotary:
 
     theta: float
     scaling: RopeScaling | None
+
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +140,9 @@ class ModelConfig:
             raise ModelLoadFailed(
                 f"The architecture {self.architecture!r} is not served; these are: {', '.join(ARCHITECTURES)}."
             )
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ModelLoadFailed(f"A model whose {name} is {getattr(self, name)} cannot be served.")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ModelLoadFailed(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly.")
         if self.head_dim % 2:
@@ -120,6 +151,11 @@ class ModelConfig:
             raise ModelLoadFailed(f"The model has {self.num_layers} layers, but {len(self.layer_windows)} windows.")
         if any(window is not None and window < 1 for window in self.layer_windows):
             raise ModelLoadFailed("A sliding window of less than one token leaves nothing to attend to.")
+        if not all(map(_is_positive, _rotary_constants(self))):
+            raise ModelLoadFailed(
+                f"Rotary positions need bases, factors and lengths above 0, not {self.rope_theta:g} with "
+                f"{self.rope_scaling}."
+            )
 
     @property
     def has_head_norms(self) -> bool:
@@ -154,6 +190,30 @@ class ModelConfig:
         if self.window_rope_theta is not None and self.window_of(layer) is not None:
             return Rotary(self.window_rope_theta, None)
         return Rotary(self.rope_theta, self.rope_scaling)
+
+
+def _rotary_constants(config: ModelConfig) -> Iterator[float]:
+    """Yield what angles are divided by."""
+    yield config.rope_theta
+    if config.window_rope_theta is not None:
+        yield config.window_rope_theta
+    match config.rope_scaling:
+        case None:
+            pass
+        case FrequencyFactors(factors):
+            yield from factors
+        case LinearRopeScaling(factor):
+            yield factor
+        case YarnRopeScaling() as scaling:
+            yield from (scaling.factor, scaling.original_max_position, scaling.beta_fast, scaling.beta_slow)
+        case Llama3RopeScaling() as scaling:
+            # What lies between the two is blended.
+            yield from (scaling.factor, scaling.original_max_position, scaling.low_freq_factor)
+            yield scaling.high_freq_factor - scaling.low_freq_factor
+
+
+def _is_positive(value: float) -> bool:
+    return 0.0 < value < math.inf
 
 
 class WeightSource(Protocol):

@@ -34,6 +34,7 @@ from services.worker.step import (
 _FAILURES = {
     SequenceFailure.NO_TOKEN_LEFT: worker_pb2.SEQUENCE_FAILURE_NO_TOKEN_LEFT,
     SequenceFailure.INVALID_LOGITS: worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS,
+    SequenceFailure.NOT_READY: worker_pb2.SEQUENCE_FAILURE_NOT_READY,
     SequenceFailure.REFUSED: worker_pb2.SEQUENCE_FAILURE_UNSUPPORTED,
 }
 

@@ -411,6 +411,84 @@ async def test_abort_is_answered_by_an_end_and_frees_blocks() -> None:
     assert load.num_available_blocks == load.num_blocks
 
 
+async def test_a_request_that_comes_on_another_stream_is_taken_there() -> None:
+    """A gateway asks again on a new stream before the engine has heard that the old one is gone."""
+    worker = FakeWorker(step_seconds=0.01)
+
+    async with running_engine(worker) as engine, engine.gateway() as lost, engine.gateway() as fresh:
+        await lost.submit("a", PROMPT, 400)
+        await lost.until(lambda: "a" in lost.handles)
+        await fresh.submit("a", PROMPT, 5)
+        taken = await fresh.end_of("a")
+        given_up = await lost.end_of("a")
+
+    assert isinstance(taken, generation_pb2.Finished)
+    assert taken.reason == generation_pb2.FINISH_REASON_LENGTH
+    assert fresh.tokens_of("a") == continuation(PROMPT, 5)
+    assert isinstance(given_up, generation_pb2.Finished)
+    assert given_up.reason == generation_pb2.FINISH_REASON_ABORTED
+
+
+async def test_a_request_id_in_use_on_the_same_stream_is_refused() -> None:
+    async with running_engine(FakeWorker(step_seconds=0.01)) as engine, engine.gateway() as gateway:
+        await gateway.submit("a", PROMPT, 20)
+        await gateway.until(lambda: "a" in gateway.handles)
+        [first] = gateway.handles.pop("a")
+        await gateway.submit("a", PROMPT, 20)
+        refused = await gateway.end_of("a")
+        await gateway.until(lambda: first in gateway.ends)
+
+    assert isinstance(refused, generation_pb2.Failed)
+    assert isinstance(gateway.ends[first], generation_pb2.Finished)
+    assert gateway.tokens[first] == continuation(PROMPT, 20)
+
+
+async def test_an_abort_reaches_requests_of_its_own_stream_only() -> None:
+    async with running_engine(FakeWorker(step_seconds=0.01)) as engine, engine.gateway() as owner:
+        await owner.submit("a", PROMPT, 20)
+        await owner.until(lambda: "a" in owner.handles)
+        async with engine.gateway() as other:
+            await other.abort("a")
+            await other.submit("b", PROMPT, 1)
+            await other.end_of("b")
+            end = await owner.end_of("a")
+
+    assert isinstance(end, generation_pb2.Finished)
+    assert end.reason == generation_pb2.FINISH_REASON_LENGTH
+    assert owner.tokens_of("a") == continuation(PROMPT, 20)
+
+
+async def test_a_stream_whose_commands_cannot_be_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take requests and answer none."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    async with running_engine() as engine:
+        monkeypatch.setattr(engine.loop, "submit", fail)
+        async with open_stream(engine.generation.Generate, on_lost=EngineLost) as stream:
+            gateway = Gateway(stream)
+            await gateway.submit("a", PROMPT, 5)
+            with pytest.raises(InternalError, match="could not read"):
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await gateway.read()
+
+
+async def test_an_answer_that_cannot_be_read_is_the_loss_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a worker of another version: nobody waits for the step's time to run out."""
+    async with running_engine(step_timeout_seconds=600.0) as engine, engine.gateway() as gateway:
+
+        def fail(*_: object) -> None:
+            raise ValueError("a field of the future")
+
+        monkeypatch.setattr("services.engine.wire.step_result_of", fail)
+        await gateway.submit("a", PROMPT, 5)
+        end = await gateway.end_of("a")
+
+    assert isinstance(end, generation_pb2.Failed)
+    assert isinstance(error_from_status(end.status), WorkerLost)
+
+
 async def test_a_request_that_leaves_the_queue_costs_nothing() -> None:
     worker = FakeWorker(step_seconds=0.005)
 

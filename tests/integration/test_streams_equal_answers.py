@@ -382,7 +382,7 @@ async def check_message_with_calls(stand: Stand, data: st.DataObject) -> None:
             assert streamed["written"] == block["text"]
         else:
             # A call that was cut is told as it came in a stream, and as an object in a whole answer.
-            assert complete_object(streamed["written"]) == block["input"]
+            assert json.loads(complete_object(streamed["written"])) == block["input"]
 
 
 @BOUNDED

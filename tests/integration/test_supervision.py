@@ -75,11 +75,17 @@ def test_starts_a_killed_process_again_at_the_same_address(octavo: RunningOctavo
     assert after["num_restarts"] == before["num_restarts"] + 1
 
 
-def test_a_worker_that_answers_nothing_is_killed_and_started_again(running_octavo: StartOctavo) -> None:
-    with running_octavo("--worker-silence-seconds", "2", command=_FAKES) as octavo:
-        frozen = octavo.kill("worker-0", signal.SIGSTOP)
+def test_a_process_that_answers_nothing_is_killed_and_started_again(running_octavo: StartOctavo) -> None:
+    """As in vllm-project/vllm#39863: a frozen engine keeps its connections, and nothing else would ever end it."""
+    limits = ("--worker-silence-seconds", "2", "--process-silence-seconds", "2")
 
-        octavo.wait_until_healthy("worker-0", after_pid=frozen)
+    with running_octavo(*limits, command=_FAKES) as octavo:
+        frozen = {
+            name: octavo.kill(name, signal.SIGSTOP) for name in ("worker-0", "engine-0", "router", "telemetry")
+        }
+
+        for name, pid in frozen.items():
+            octavo.wait_until_healthy(name, after_pid=pid)
 
         octavo.wait_for_stderr("process does not answer and is killed")
 

@@ -37,7 +37,8 @@ class StopCriteria:
 class Request:
     """One prompt with its parameters.
 
-    ``sampling_params`` is opaque here: it is handed to the workers with each new sequence. ``owner`` is the stream
+    ``sampling_params`` is opaque here: it is handed to the workers with each new sequence, and takes
+    ``num_params_bytes`` of a message. ``owner`` is the stream
     that asked, ``deadline`` a point on the caller's clock. ``choices`` holds, for each choice, the output ids that
     were emitted elsewhere before this engine took over. ``num_logprobs`` and ``num_prompt_logprobs`` are the
     alternatives beside the log-probabilities of output and prompt tokens; None wants neither. With
@@ -51,6 +52,7 @@ class Request:
     prompt_token_ids: TokenIds
     stop_criteria: StopCriteria
     sampling_params: object
+    num_params_bytes: int = 0
     tenant_id: str = ""
     priority: int = 0
     cache_salt: bytes = b""

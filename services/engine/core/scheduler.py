@@ -21,6 +21,7 @@ from libs.errors import (
     InternalError,
     OctavoError,
     Overloaded,
+    UnavailableError,
 )
 from services.engine.core.admission_rules import (
     AdmissionRule,
@@ -62,6 +63,11 @@ from services.engine.core.token_budget import TokenBudget
 # A prompt leaves room for one behind it when it has so many times as much to compute. Prompts nearly alike are
 # served one after the other: the first has its first token sooner if it need not share, and the second no later.
 _YIELDS_FROM = 2
+
+# What a step tells workers of sequences that join it, beyond one: a message has a bound of 16 MiB, and many choices
+# could join at once, each with a prompt as long as the model's context and a grammar of hundreds of kilobytes.
+_MAX_JOINING_BYTES = 8 * 2**20
+_MAX_BYTES_PER_TOKEN_ID = 5
 
 _NO_BLOCKS = np.empty(0, np.int32)
 
@@ -175,6 +181,11 @@ class Scheduler:
         """Return how often each rule made the first in line wait for a step since the last call."""
         refusals, self._refusals = dict(self._refusals), Counter()
         return refusals
+
+    def owner_of(self, request_id: str) -> int | None:
+        """Return the stream that asked for an open request, or None when there is none."""
+        choices = self._sequences.get(request_id)
+        return choices[0].request.owner if choices else None
 
     def page_table(self, request_id: str) -> tuple[PageTableRow, ...]:
         """Return where the computed tokens of a request lie: one row for each token of each running choice."""
@@ -464,7 +475,7 @@ class Scheduler:
             rule.begin_pass()
         while plan.budget.has_room_for_prompts and self._table.has_free_slot:
             sequence = self._queue.peek()
-            if sequence is None:
+            if sequence is None or not plan.has_room_to_tell(_bytes_told_of(sequence), _MAX_JOINING_BYTES):
                 return
             hit = self._find_start(sequence)
             if hit is None:
@@ -527,6 +538,7 @@ class Scheduler:
         slots, counts = np.array([slot]), np.array([num_tokens])
         missing = self._manager.missing_blocks(slots, counts + hit.num_tokens)
         plan.add(slots, counts, missing, self._manager.allocate(slots, missing))
+        plan.num_joining_bytes += _bytes_told_of(sequence)
         plan.new_sequences.append(
             NewSequence(
                 slot=slot,
@@ -690,8 +702,8 @@ class Scheduler:
 
     def _end_failed(self, slot: int, error: OctavoError, now: float) -> SequenceEnd:
         # Nobody knows where numbers went wrong: no block of this sequence may be found again. What a client asked
-        # for spoils none, and must not cost others their prefix.
-        if not isinstance(error, ClientError):
+        # for, or a busy worker, spoils none, and must not cost others their prefix.
+        if not isinstance(error, ClientError | UnavailableError):
             self._manager.forget(slot)
         return self._end(self._table.sequence_at(slot), now, error=error)
 
@@ -703,6 +715,11 @@ class Scheduler:
         self._ended_slots.append(slot)
         for prefix_hash in self._prefix_work.leave(sequence.handle):
             self._queue.wake(prefix_hash)
+
+
+def _bytes_told_of(sequence: Sequence) -> int:
+    """Return what a step that a sequence joins tells workers of it, at most."""
+    return len(sequence.token_ids) * _MAX_BYTES_PER_TOKEN_ID + sequence.request.num_params_bytes
 
 
 def _prompt_of(sequence: Sequence) -> tuple[str, int]:

@@ -124,12 +124,12 @@ class AnswerParser:
         """Where the answer is."""
         return ReasoningState.OVER if self._reasoning is None else self._reasoning.state
 
-    def add(self, text: str, *, is_last: bool) -> ParsedText:
+    def add(self, text: str, *, is_last: bool, is_cut: bool = False) -> ParsedText:
         """Take the next text; with the last, what was held back is given."""
         before = ParsedText(text) if self._reasoning is None else self._reasoning.add(text, is_last=is_last)
         if self._calls is None:
             return before
-        after = self._calls.add(before.content, is_last=is_last)
+        after = self._calls.add(before.content, is_last=is_last, is_cut=is_cut)
         return ParsedText(after.content, before.reasoning, after.calls)
 
 

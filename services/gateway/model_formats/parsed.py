@@ -56,5 +56,5 @@ def in_order(text: str, calls: Sequence[PlacedT]) -> Iterator[str | PlacedT]:
 class OutputParser(Protocol):
     """Takes one answer's text. However it is cut into pieces, the same comes out."""
 
-    def add(self, text: str, *, is_last: bool) -> ParsedText:
-        """Take the next text; with the last, what was held back is given."""
+    def add(self, text: str, *, is_last: bool, is_cut: bool = False) -> ParsedText:
+        """Take the next text; with the last, what was held back is given. It ``is_cut`` where more was to come."""

@@ -62,9 +62,9 @@ class ReasoningParser:
         self.state = state
         self._reader = TextReader(self._read)
 
-    def add(self, text: str, *, is_last: bool) -> ParsedText:
+    def add(self, text: str, *, is_last: bool, is_cut: bool = False) -> ParsedText:
         """Take the next text; with the last, what was held back is given."""
-        return self._reader.add(text, is_last=is_last)
+        return self._reader.add(text, is_last=is_last, is_cut=is_cut)
 
     def _read(self, reader: TextReader) -> Reading[None]:
         if self.state is not ReasoningState.OVER:

@@ -38,6 +38,8 @@ class TextReader:
         self._text = ""  # not yet given
         self._position = 0  # how far it was looked at
         self._is_complete = False
+        self._is_cut = False  # it is complete and was not meant to be
+        self._is_at_end = False  # what was tried behind a marker needed more text than there is
         self._is_trying = False  # what was looked at may have to be looked at again
         self._space_before_marker = ""
         self._content: list[str] = []
@@ -46,10 +48,10 @@ class TextReader:
         self._num_calls = 0
         self._reading = read(self)
 
-    def add(self, text: str, *, is_last: bool) -> ParsedText:
-        """Take the next text; with the last, what was held back is given."""
+    def add(self, text: str, *, is_last: bool, is_cut: bool = False) -> ParsedText:
+        """Take the next text; with the last, what was held back is given, but the head of a call that was cut."""
         self._text += text
-        self._is_complete = is_last
+        self._is_complete, self._is_cut = is_last, is_cut
         next(self._reading, None)
         parsed = ParsedText("".join(self._content), "".join(self._reasoning), tuple(self._calls))
         self._content, self._reasoning, self._calls = [], [], []
@@ -71,8 +73,14 @@ class TextReader:
         self._reasoning.append(text)
 
     def give_back(self, marker: str) -> None:
-        """Show a marker that ``text_until`` has passed and that began nothing as the text that it is."""
-        self._content.append(self._space_before_marker + marker)
+        """Show a marker that ``text_until`` has passed and that began nothing as the text that it is.
+
+        Where a call had begun and the answer was cut in its head, neither is of use to anybody.
+        """
+        if self._is_cut and self._is_at_end:
+            self._position = len(self._text)
+        else:
+            self._content.append(self._space_before_marker + marker)
 
     def begin_call(self, name: str) -> None:
         """Begin a call: what was looked at until here is its head and will not be shown."""
@@ -118,6 +126,7 @@ class TextReader:
         """Return the next character; nothing at the end."""
         while self._position >= len(self._text) and not self._is_complete:
             yield
+        self._is_at_end |= self._position >= len(self._text)
         return self._text[self._position : self._position + 1]
 
     def next_is(self, literal: str) -> Reading[bool]:
@@ -127,6 +136,7 @@ class TextReader:
             if have == literal:
                 return True
             if self._is_complete or not literal.startswith(have):
+                self._is_at_end |= literal.startswith(have)
                 return False
             yield
 
@@ -214,6 +224,7 @@ class TextReader:
                 give(before.rstrip())
                 self._space_before_marker = before[len(before.rstrip()) :]
                 self._position = index + len(marker)
+                self._is_at_end = False
                 self._drop_looked_at()
                 return marker
             if self._is_complete:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from libs.errors import InternalError
+from libs.errors import InternalError, InvalidLogits, InvalidRequest, OctavoError, Overloaded, UnsupportedField
 from libs.protogen.generation.v1 import generation_pb2
 from libs.protogen.worker.v1 import worker_pb2
 from services.engine import wire
@@ -102,3 +102,24 @@ def test_each_owner_gets_all_tokens_of_its_handles() -> None:
         6: [20],
     }
     assert list(messages[5].num_tokens) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("failure", "error_class"),
+    [
+        (worker_pb2.SEQUENCE_FAILURE_INVALID_LOGITS, InvalidLogits),
+        (worker_pb2.SEQUENCE_FAILURE_UNSUPPORTED, UnsupportedField),
+        (worker_pb2.SEQUENCE_FAILURE_NO_TOKEN_LEFT, InvalidRequest),
+        # The client has done nothing wrong, and another try may succeed.
+        (worker_pb2.SEQUENCE_FAILURE_NOT_READY, Overloaded),
+    ],
+)
+def test_every_failure_of_a_sequence_has_its_error(
+    failure: worker_pb2.SequenceFailure.ValueType, error_class: type[OctavoError]
+) -> None:
+    failed = worker_pb2.FailedSequence(slot=3, failure=failure, message="Why it is so.")
+
+    result = wire.step_result_of(response(failed_sequences=[failed]))
+
+    [one] = result.failures
+    assert (one.slot, type(one.error), one.error.message) == (3, error_class, "Why it is so.")

@@ -38,6 +38,7 @@ def read(
     reasoning: str | None = None,
     state: ReasoningState = ReasoningState.POSSIBLE,
     names: Sequence[str] = NAMES,
+    is_cut: bool = False,
 ) -> Read:
     """Read pieces strictly: a call begins with its name and an index of its own."""
     model_format = ModelFormat(
@@ -48,7 +49,8 @@ def read(
     assert parser is not None
     found = Read()
     for index, piece in enumerate(pieces):
-        parsed = parser.add(piece, is_last=index == len(pieces) - 1)
+        is_last = index == len(pieces) - 1
+        parsed = parser.add(piece, is_last=is_last, is_cut=is_cut and is_last)
         found.content += parsed.content
         found.reasoning += parsed.reasoning
         for call in parsed.calls:
@@ -135,6 +137,23 @@ def test_a_marker_that_is_cut_off_after_a_call_is_no_text() -> None:
             assert read("hermes", by_character(call + mark[:length])) == Read("", "", [("now", "{}")]), mark[
                 :length
             ]
+
+
+@pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS if name not in ("pythonic", "llama3")])
+def test_the_head_of_a_call_that_is_cut_is_no_text(tool_format: str) -> None:
+    text = "I look. " + written(tool_format, [("weather", {"city": "Rome"})])
+    marker = min(index for mark in ALL_MARKERS if (index := text.find(mark)) > 0)
+    head = text.index("Rome")
+    first = min(end for end in range(marker, head) if any(text[marker:end] == mark for mark in ALL_MARKERS))
+
+    for end in range(first, head):
+        found = read(tool_format, by_character(text[:end]), is_cut=True)
+        assert found.content == "I look.", text[:end]
+        assert found == read(tool_format, [text[:end]], is_cut=True)
+    # What is no call stays text, and so does what the model left as it is.
+    wrong = f"{text[:first]} is a marker"
+    assert read(tool_format, [wrong], is_cut=True).content == wrong
+    assert read(tool_format, [text[:first] + "{"]).content == text[:first] + "{"
 
 
 @pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS if name != "pythonic"])

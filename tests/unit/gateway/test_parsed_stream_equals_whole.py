@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import tempfile
 from collections.abc import Sequence
 from itertools import chain
@@ -161,7 +162,7 @@ def test_streams_with_reasoning_and_calls_are_the_whole_answer(
     assert message["tool_calls"] == chat["message"].get("tool_calls", [])
     assert message["finish_reason"] == chat["finish_reason"]
     assert [without_input(block) for block in blocks] == [without_input(block) for block in content]
-    calls = [complete_object(one["json"]) for one in blocks if one["type"] == "tool_use"]
+    calls = [json.loads(complete_object(one["json"])) for one in blocks if one["type"] == "tool_use"]
     assert calls == [one["input"] for one in content if one["type"] == "tool_use"]
     last = events[-1]["response"]
     # With which of several messages a token comes is known to a step, not to a token.
@@ -193,9 +194,9 @@ def test_the_beginning_of_an_object_is_closed_to_what_of_it_is_certain(
     text = orjson.dumps(value).decode()
     cut = data.draw(st.integers(0, len(text)))
 
-    found = complete_object(text[:cut])
+    found = json.loads(complete_object(text[:cut]))
 
-    assert complete_object(text) == value
+    assert complete_object(text) == text
     assert found.keys() <= value.keys()
     for key in list(found)[:-1]:
         assert found[key] == value[key]

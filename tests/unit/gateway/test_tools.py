@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from libs.errors import InvalidRequest, OctavoError
+from libs.errors import InvalidRequest, OctavoError, UnsupportedField
 from libs.grammar import CompiledGrammar, Grammar, GrammarCompiler, GrammarForm
 from libs.text import IncrementalDetokenizer, ModelText, load_model_text, resolve_model_path
 from services.gateway.anthropic_schema import parse_messages
@@ -105,6 +105,61 @@ def test_an_answer_may_have_calls_and_they_are_right(compiler: GrammarCompiler, 
     assert not accepts('<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>')
     assert not accepts(call_text("weather", '{"city": "Rome"}'))
     assert not accepts(f"{call} <tool_call> and text")
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": WEATHER | {"title": "Answer"}}}
+ANSWER = '{"city": "Rome", "days": 2}'
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3", "mistral", "magistral", "deepseek_v31"])
+@pytest.mark.parametrize("is_behind_reasoning", [False, True])
+def test_an_answer_with_tools_and_a_form_is_calls_or_has_the_form(
+    name: str, is_behind_reasoning: bool, compiler: GrammarCompiler, model_text: ModelText
+) -> None:
+    """OpenAI's agents send both, tools and a type of output."""
+    text, held_by = (model_text, compiler) if name == "hermes" else model_like(name)
+    model_format = ModelFormat.of(text)
+    tools = model_format.tools
+    assert tools is not None
+    options = parse(tools=TOOLS, response_format=FORM, model_format=model_format).options
+    grammar, begun = options.constraint.grammar, ""
+    if is_behind_reasoning:
+        state = ReasoningState.OPEN
+        grammar = with_reasoning(grammar, THINK_TAGS, state, vocabulary=model_format.vocabulary, max_tokens=None)
+        begun = f"Hm, {ANSWER}?\n</think>\n\n"
+
+    def accepts(answer: str) -> bool:
+        return accepts_text(held_by, text, grammar, begun + answer)
+
+    call = written(tools.name, [("weather", {"city": "Rome", "days": 2})])
+    assert accepts(ANSWER)
+    assert accepts(call)
+    assert not accepts("Rome")
+    assert not accepts(f"Look: {call}")
+    assert not accepts(f"{ANSWER}{call}")
+    assert not accepts(call.replace("weather", "other"))
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [({"regex": "[a-z]{2}"}, "ab"), ({"choice": ["red", "blue"]}, "blue"), ({"json_object": True}, "{}")],
+)
+def test_every_form_can_stand_beside_tools(
+    form: dict[str, Any], answer: str, compiler: GrammarCompiler, model_text: ModelText
+) -> None:
+    grammar = parse(tools=TOOLS, structured_outputs=form).options.constraint.grammar
+
+    assert accepts_text(compiler, model_text, grammar, answer)
+    assert accepts_text(compiler, model_text, grammar, call_text("now", "{}"))
+    assert not accepts_text(compiler, model_text, grammar, "neither")
+
+
+@pytest.mark.parametrize("name", ["llama3", "pythonic"])
+def test_a_form_is_refused_where_calls_cannot_be_told_from_it(name: str) -> None:
+    with pytest.raises(UnsupportedField, match="response_format") as refused:
+        parse(tools=TOOLS, response_format=FORM, model_format=ModelFormat(tools=TOOL_FORMATS[name]))
+
+    assert refused.value.param == "tools"
 
 
 def accepts_text(compiler: GrammarCompiler, model_text: ModelText, grammar: Grammar, text: str) -> bool:
@@ -242,9 +297,9 @@ def test_calls_in_pythons_words_can_be_read_but_not_required() -> None:
         assert refused.value.param == param
 
 
-def parse(**fields: Any) -> Any:
+def parse(*, model_format: ModelFormat = HERMES, **fields: Any) -> Any:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]} | fields
-    return parse_chat_completion(body, ModelFacts("tiny", 49152))
+    return parse_chat_completion(body, ModelFacts("tiny", 49152, format=model_format))
 
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
@@ -325,7 +380,7 @@ def test_without_a_choice_the_model_is_not_told_of_tools() -> None:
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
+        ({"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}}, "tools"),
         ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},

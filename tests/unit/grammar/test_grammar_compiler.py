@@ -285,3 +285,25 @@ def test_counted_repetitions_take_little_memory(model_text: ModelText) -> None:
 def resident_megabytes() -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) // 1024
+
+
+def test_a_mask_is_not_written_beyond_its_end(model_text: ModelText) -> None:
+    # Tokenizers get tokens that the model's embedding was never enlarged for; what lies behind is not the mask's.
+    compiler = GrammarCompiler(model_text.tokenizer, model_text.eos_token_ids)
+    compiled = compiler.compile(Grammar(GrammarForm.REGEX, ("[a-z]+",)))
+    num_words = -(-model_text.tokenizer.vocab_size // 32)
+    whole = np.zeros(num_words, dtype=np.int32)
+    compiled.fill_mask(whole)
+    memory = np.full(num_words, 7, dtype=np.int32)
+
+    compiled.fill_mask(memory[:-2])
+
+    assert np.array_equal(memory[:-2], whole[:-2])
+    assert memory[-2:].tolist() == [7, 7]
+
+
+def test_a_choice_is_bounded_as_a_whole(compiler: GrammarCompiler) -> None:
+    literals = tuple(f"{number:04d}" + "x" * 4000 for number in range(66))
+
+    with pytest.raises(InvalidRequest, match="A choice as a whole has 1 to 262144 characters"):
+        compiler.compile(Grammar(GrammarForm.CHOICE, literals))

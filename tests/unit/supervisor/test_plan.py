@@ -182,6 +182,36 @@ def test_ranks_are_workers_of_their_engine_in_order_and_share_what_there_is() ->
         assert worker.silence_limit_seconds == 7
 
 
+def test_gateways_are_told_the_block_size_of_engines() -> None:
+    """With another size nothing would ever be ready, and nobody would say why."""
+    told = _plan("--set", "engine.block_size=8", "--set", "engine.block_size=32")
+    own = _plan("--set", "engine.block_size=32", "--set", "gateway.block_size=32")
+
+    assert _process(told, "gateway").command[-1] == "--block-size=32"
+    assert _process(own, "gateway").command.count("--block-size=32") == 1
+    assert not any("block-size" in part for part in _process(_plan(), "gateway").command)
+
+
+def test_a_block_size_of_engines_that_up_does_not_know_must_be_said_twice() -> None:
+    key = TierKey("engine", "block_size", "[engine] in octavo.toml")
+
+    with pytest.raises(ConfigError, match=r"\[engine\] in octavo\.toml.*gateway\.block_size"):
+        _plan(keys=(key,))
+    _plan(keys=(key, TierKey("gateway", "block_size", "[gateway] in octavo.toml")))
+
+
+def test_who_is_asked_for_signs_of_life_may_be_silent_for_so_long() -> None:
+    plan = _plan("--worker-silence-seconds", "7", "--process-silence-seconds", "9")
+
+    limits = {process.name: process.silence_limit_seconds for process in plan.processes}
+    assert {name: limit for name, limit in limits.items() if limit is not None} == {
+        "worker-0": 7,
+        "router": 9,
+        "engine-0": 9,
+        "telemetry": 9,
+    }
+
+
 def test_what_the_user_says_about_cores_and_memory_stands() -> None:
     keys = (TierKey("worker", "kv_cache_memory_fraction", "the environment"),)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from libs.errors import ModelLoadFailed
 from libs.text import ChatMessage, IncrementalDetokenizer, ModelText, load_model_text, tokenizer_digest
+from libs.text.chat_template import ChatTemplate
 from libs.text.gguf_tokenizer import merges_by_score
 from tests.unit.text.small_models import added, tokenizer_json, write_folder
 
@@ -283,3 +284,51 @@ def _loaded(folder: Path) -> ModelText:
 @functools.cache
 def _library(folder: Path) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    "eos_token_id", [-1, 10**6, 2**33, "2", 2.0, True, [2, "x"], [2, None, -1], [[2]], {"id": 2}], ids=repr
+)
+def test_an_end_token_outside_the_vocabulary_is_refused(
+    smollm: ModelText, tmp_path: Path, eos_token_id: object
+) -> None:
+    # As in vllm-project/vllm#4180: end tokens come as numbers and as lists, and some are wrong.
+    contents = tokenizer_json(smollm.tokenizer.definition)
+    folder = write_folder(tmp_path / "Model", contents, generation_config={"eos_token_id": eos_token_id})
+
+    with pytest.raises(ModelLoadFailed, match=r"generation_config\.json of Model names the end token"):
+        load_model_text(folder)
+
+
+@pytest.mark.parametrize(
+    "chat_template", [5, {"default": "x"}, [{"name": "default", "template": 5}], {"template": None}], ids=repr
+)
+def test_a_chat_template_that_is_no_text_is_refused(
+    smollm: ModelText, tmp_path: Path, chat_template: object
+) -> None:
+    contents = tokenizer_json(smollm.tokenizer.definition)
+    folder = write_folder(tmp_path / "Model", contents, tokenizer_config={"chat_template": chat_template})
+
+    with pytest.raises(ModelLoadFailed, match="chat_template"):
+        load_model_text(folder)
+
+
+def test_entries_of_a_list_of_chat_templates_that_say_nothing_are_passed_over(
+    smollm: ModelText, tmp_path: Path
+) -> None:
+    entries = ["x", {"name": "tools"}, {"template": "y"}, {"name": "default", "template": "hello"}]
+    contents = tokenizer_json(smollm.tokenizer.definition)
+
+    folder = write_folder(tmp_path / "Model", contents, tokenizer_config={"chat_template": entries})
+
+    template = load_model_text(folder).chat_template
+    assert isinstance(template, ChatTemplate)
+    assert template.source == "hello"
+
+
+def test_a_chat_template_that_is_not_utf8_is_refused(smollm: ModelText, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "Model", tokenizer_json(smollm.tokenizer.definition))
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+
+    with pytest.raises(ModelLoadFailed, match=r"chat_template\.jinja cannot be read"):
+        load_model_text(folder)

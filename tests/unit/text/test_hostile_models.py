@@ -78,8 +78,6 @@ def test_the_folder_itself_is_good(tmp_path: Path) -> None:
         {"added_tokens": [{"id": 1}]},
         {"added_tokens": ["x"]},
         {"tokenizer_config": {"chat_template": 5}},
-        {"tokenizer_config": {"chat_template": [1, 2]}},
-        {"tokenizer_config": {"chat_template": [{"name": "x"}]}},
         {"generation_config": {"eos_token_id": -5}},
         {"generation_config": {"eos_token_id": 10**12}},
         {"generation_config": {"eos_token_id": "x"}},
@@ -99,7 +97,7 @@ def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
 
-    with pytest.raises(ModelLoadFailed, match="chat template"):
+    with pytest.raises(ModelLoadFailed, match=r"chat_template\.jinja"):
         load_model_text(tmp_path)
 
 
@@ -160,7 +158,7 @@ HOSTILE_FILES = {
     "arrays in arrays": gguf({"x": (ARRAY, struct.pack("<IQ", ARRAY, 3) + bytes(50))}),
     "context": gguf({"llama.context_length": integer(2**64 - 1)}),
     "negative context": gguf({"llama.context_length": negative(-5)}),
-    "end token": gguf({"tokenizer.ggml.eot_token_id": integer(2**32 - 1)}),
+    "end token": gguf({"tokenizer.ggml.eot_token_id": integer(1000)}),
     "negative end token": gguf({"tokenizer.ggml.eot_token_id": negative(-1)}),
     "long control token": gguf({"tokenizer.ggml.tokens": array(TEXT, [text("<" + "x" * 3000)] * 5)}),
     "long token": gguf(SENTENCEPIECE),

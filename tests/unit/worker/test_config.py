@@ -57,3 +57,12 @@ def test_the_cache_cannot_take_all_memory(fraction: float) -> None:
 def test_the_stub_emits_ids_of_its_vocabulary_only() -> None:
     with pytest.raises(ValueError, match="inside its vocabulary"):
         WorkerConfig(runner=RunnerKind.STUB, stub_vocab_size=100, stub_first_token_id=50, stub_num_token_ids=51)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_threads", -1), ("kv_cache_memory_bytes", 0), ("drain_grace_seconds", -1.0)],
+)
+def test_numbers_that_no_worker_could_run_with_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        WorkerConfig(**{name: value})  # type: ignore[arg-type]  # The dataclass checks the values.

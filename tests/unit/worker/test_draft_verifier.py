@@ -48,6 +48,8 @@ class Alternating:
 
     accepted: list[int] = field(default_factory=list)
 
+    is_late = False
+
     def fill_mask(self, mask: TokenMask) -> None:
         parity = len(self.accepted) % 2
         mask[:] = mask_of(range(1 + parity, VOCAB_SIZE, 2), VOCAB_SIZE)

@@ -53,6 +53,8 @@ def sample(
 class Matcher:
     """Allows what it was told to, and remembers what was accepted."""
 
+    is_late = False
+
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self.accepted: list[int] = []

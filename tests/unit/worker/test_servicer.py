@@ -202,6 +202,15 @@ async def test_a_failed_load_tells_why_and_may_be_tried_again(worker: Worker) ->
     assert reports[-1].HasField("model")
 
 
+@pytest.mark.parametrize("error", [MemoryError("no room"), ValueError("a damaged file"), KeyError("a")])
+async def test_a_load_that_fails_in_an_unknown_way_has_failed_for_good(worker: Worker, error: Exception) -> None:
+    # As a fault of ours or a lost worker it would be tried again and again, and nobody would hear why.
+    worker.runner.load_error = error
+
+    with pytest.raises(ModelLoadFailed, match=type(error).__name__):
+        await worker.load()
+
+
 async def test_a_load_that_cannot_be_is_refused(worker: Worker) -> None:
     request = worker_pb2.LoadModelRequest()
     request.CopyFrom(LOAD)

@@ -137,6 +137,31 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
         ({"num_hidden_layers": 3}, "model.layers.2.*missing"),
         ({"num_hidden_layers": 1}, "does not use"),
         ({"tie_word_embeddings": True, "num_hidden_layers": 3}, "missing"),
+        # Damaged files say anything.
+        ({"num_hidden_layers": 0}, "0 layers"),
+        ({"num_hidden_layers": 10**12}, "1000000000000 layers"),
+        ({"num_attention_heads": 0}, "num_heads is 0|cannot be understood"),
+        ({"intermediate_size": -80}, "intermediate_size is -80"),
+        ({"max_position_embeddings": 0}, "max_position is 0"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"hidden_size": float("inf")}, "cannot be understood"),
+        ({"architectures": 5}, "architecture 5"),
+        ({"rope_parameters": "linear"}, "cannot be understood"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "above 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": -4.0}}, "above 0"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "above 0"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 1.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "above 0",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -364,3 +389,16 @@ def test_an_index_names_files_beside_it_and_nothing_else(tmp_path: Path, weight_
 
     with pytest.raises(ModelLoadFailed):
         open_weights(folder)
+
+
+@pytest.mark.parametrize("changes", [{"head_count": 5}, {"head_count_kv": 4}, {"head_count": 48}])
+def test_gguf_heads_that_do_not_fit_the_tensors_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+    # The rows of such tensors cannot even be put in order.
+    path = write_gguf(random_llama(), tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(path, "r+")
+    for key, value in changes.items():
+        reader.fields[f"llama.attention.{key}"].parts[-1][0] = value
+    reader.data.flush()
+
+    with pytest.raises(ModelLoadFailed):
+        load_all(open_weights(path))

@@ -174,7 +174,9 @@ class Submit(_message.Message):
     SHARED_PREFIX_FIELD_NUMBER: _builtins.int
     STALL_BOUND_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """UUID made by the gateway; unique on the engine while the request lives."""
+    """UUID made by the gateway; unique on the engine while the request lives. One that another stream still has is
+    ended there: its gateway has lost that stream and asks again.
+    """
     tenant_id: _builtins.str
     """Opaque name of the tenant, for fairness and forecasts only."""
     traceparent: _builtins.str
@@ -289,7 +291,7 @@ Global___ChoiceState: _TypeAlias = ChoiceState  # noqa: Y015
 @_typing.final
 class Abort(_message.Message):
     """Abort ends a request from outside. The engine answers with Finished(ABORTED) for each handle that
-    was still open. An unknown request_id is ignored: its end is already on the way.
+    was still open. A request_id that this stream has not open is ignored: its end is already on the way.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -35,6 +35,8 @@ class _SequenceFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Seque
     """Its sampling parameters ask for what this worker does not serve."""
     SEQUENCE_FAILURE_NO_TOKEN_LEFT: _SequenceFailure.ValueType  # 3
     """Grammar, masks and bans together left no token."""
+    SEQUENCE_FAILURE_NOT_READY: _SequenceFailure.ValueType  # 4
+    """What it needs was not prepared in time; another try may find it."""
 
 class SequenceFailure(_SequenceFailure, metaclass=_SequenceFailureEnumTypeWrapper):
     """SequenceFailure says why a sequence could not go on."""
@@ -47,6 +49,8 @@ SEQUENCE_FAILURE_UNSUPPORTED: SequenceFailure.ValueType  # 2
 """Its sampling parameters ask for what this worker does not serve."""
 SEQUENCE_FAILURE_NO_TOKEN_LEFT: SequenceFailure.ValueType  # 3
 """Grammar, masks and bans together left no token."""
+SEQUENCE_FAILURE_NOT_READY: SequenceFailure.ValueType  # 4
+"""What it needs was not prepared in time; another try may find it."""
 Global___SequenceFailure: _TypeAlias = SequenceFailure  # noqa: Y015
 
 @_typing.final

@@ -329,6 +329,25 @@ def test_no_block_of_a_sequence_with_invalid_logits_stays_cached() -> None:
     assert list(watched.scheduler.kv_cache.cached_hashes()) == []
 
 
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("No token may come next."), Overloaded("The grammar is late.", retry_after_seconds=1.0)],
+    ids=lambda error: type(error).__name__,
+)
+def test_blocks_of_a_sequence_that_failed_for_another_reason_stay_cached(error: OctavoError) -> None:
+    scheduler = Scheduler(_CONFIG)
+    scheduler.add(make_request("a", range(100)), 0.0)
+    while (output := scheduler.schedule(0.0)) is not None and not output.is_sampled.any():
+        scheduler.apply(_result(output.step_id, [], []), 1.0)
+    num_cached = len(list(scheduler.kv_cache.cached_hashes()))
+    assert output is not None
+    result = _result(output.step_id, [], [])
+
+    scheduler.apply(replace(result, failures=(SlotFailure(0, error),)), 1.0)
+
+    assert len(list(scheduler.kv_cache.cached_hashes())) >= num_cached > 0
+
+
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_the_token_that_failed_counts_neither_as_output_nor_as_discarded(max_steps_in_flight: int) -> None:
     watched = _watched(max_steps_in_flight=max_steps_in_flight)
@@ -358,6 +377,26 @@ def test_a_failure_says_what_went_wrong() -> None:
     )
 
     assert [end.error for end in events.ends] == [error]
+
+
+@pytest.mark.parametrize(("num_params_bytes", "max_bytes"), [(0, 650), (1_000_000, 2_000_700)])
+def test_a_step_tells_of_no_more_than_a_message_holds(
+    monkeypatch: pytest.MonkeyPatch, num_params_bytes: int, max_bytes: int
+) -> None:
+    """All choices could join in one step, each with its prompt and its grammar; no message would hold that."""
+    monkeypatch.setattr("services.engine.core.scheduler._MAX_JOINING_BYTES", max_bytes)
+    scheduler = Scheduler(replace(_CONFIG, max_waiting_sequences=8))
+    request = make_request("a", range(60), max_output_tokens=2, prior_outputs=[[]] * 4)
+    scheduler.add(replace(request, num_params_bytes=num_params_bytes), 0.0)
+
+    joined = []
+    while (output := scheduler.schedule(0.0)) is not None:
+        joined.append(len(output.new_sequences))
+        sampled = output.slots[output.is_sampled].tolist()
+        scheduler.apply(_result(output.step_id, sampled, [5] * len(sampled)), 1.0)
+
+    assert joined[:3] == [1, 2, 1]
+    assert not scheduler.has_work
 
 
 # ---- steps in flight ----
