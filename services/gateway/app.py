@@ -53,7 +53,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _CALLER: Final = web.RequestKey("caller", Caller)
 _TIMES: Final = web.RequestKey("times", RequestTimes)
 _REQUEST_ID: Final = web.RequestKey("request_id", str)
-_OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/metrics"})
+_OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 _CLIENT_HEADER, _OUR_HEADER = "X-Request-Id", "X-Octavo-Request-Id"
 # How a client of any dialect asks for a latency receipt, and how it is told what is known before the answer.
 _TIMINGS_HEADER, _SERVER_TIMING_HEADER = "X-Octavo-Timings", "Server-Timing"
@@ -113,6 +113,8 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
             web.get("/openapi.json", routes.openapi),
             web.get("/livez", routes.livez),
             web.get("/readyz", routes.readyz),
+            # What other servers of this kind call it.
+            web.get("/health", routes.readyz),
             web.get("/metrics", routes.metrics),
         ]
     )

@@ -104,6 +104,13 @@ _OPERATIONS: Final = (
     _Operation("get", "/openapi.json", "Show this document.", None),
     _Operation("get", "/livez", "Tell whether the process lives.", "Status", is_open=True),
     _Operation("get", "/readyz", "Tell whether an engine takes requests.", "Status", is_open=True),
+    _Operation(
+        "get",
+        "/health",
+        "Tell what /readyz tells, by the name that other servers have for it.",
+        "Status",
+        is_open=True,
+    ),
     _Operation("get", "/metrics", "Show figures for Prometheus.", None, is_open=True, answer_type=_TEXT),
 )
 

@@ -611,6 +611,8 @@ async def test_the_engine_dies_before_and_after_the_first_token_and_comes_back(s
     status, body, _ = await waiting
     async with stand.gateway.http.get("/readyz") as response:
         ready_status, ready_body = response.status, await response.json()
+    async with stand.gateway.http.get("/health") as response:
+        assert response.status == ready_status
     stand.engine.default_script = Script(token_ids=stand.encode(TEXT))
     await stand.engine.start(address)
     await stand.gateway.wait_ready()
@@ -701,7 +703,7 @@ async def test_without_a_key_every_route_but_the_probes_is_closed(
     assert response.headers["WWW-Authenticate"].startswith("Bearer")
 
 
-@pytest.mark.parametrize("path", ["/livez", "/readyz", "/metrics"])
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/metrics"])
 async def test_probes_need_no_key(strict_stand: Stand, path: str) -> None:
     async with strict_stand.gateway.http.get(path) as response:
         assert response.status == 200

@@ -53,7 +53,6 @@ struct ShapesByRows {
     }
 };
 
-alignas(64) constexpr TileShapes kFullShapes = shapes_for(kTileInputs, kTileRows);
 alignas(64) constexpr ShapesByRows kShapesByRows(kTileInputs);
 alignas(64) constexpr ShapesByRows kHalfShapesByRows(kTileInputs / 2);
 

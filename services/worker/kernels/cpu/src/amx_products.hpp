@@ -22,10 +22,17 @@ constexpr int kBlockSumBytes = kBlockRows * kPanelSumBytes;
 constexpr ptrdiff_t kStepBytes = kTileGroups * kPanelGroupBytes;
 constexpr ptrdiff_t kBlockStepBytes = kBlockRows * kTileLineBytes;
 
+// How much of a weight that is read once is asked for before it is read.
+constexpr ptrdiff_t kPageBytes = 4096;
+constexpr int kPages = 8;
+constexpr ptrdiff_t kBytesAskedFor = kPages * kPageBytes;
+
 static_assert(kBlockRows == 2 * kTileRows);
 
-OCTAVO_INLINE void begin_products() { load_shapes(kFullShapes); }
+// Of a few rows a tile has no more than there are: with one it takes less time to load and to multiply.
+OCTAVO_INLINE void begin_products(int num_rows) { load_shapes(kShapesByRows(num_rows)); }
 OCTAVO_INLINE void end_products() { release_tiles(); }
+OCTAVO_INLINE int panels_at_once(int) { return 1; }
 
 // A chunk of rows is one tile here, and its rows are whole blocks. Of several chunks each thread's share has as many, so
 // that no thread reads rows that another has just written; one chunk is divided by panels, whose reading is what takes the
@@ -42,33 +49,67 @@ OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t stride, i
 // cache a step ahead.
 struct BlockView {
     const char *rows, *columns, *next_rows;
-    int num_steps;
+    int num_steps, block;
 };
 
-// Memory to fetch while products are computed: so much with each step of inputs, a line of each DISTANCE bytes.
-template <int DISTANCE>
-struct Fetch {
+// The next panel, of which each step of a block asks for some lines. With many blocks there is time for every line, and what
+// has not come by then would be waited for.
+struct NextPanelFetch {
     const char* from;
     int bytes_per_step;
 
-    OCTAVO_INLINE void ask_at(int step) const {
+    NextPanelFetch(const Panels& weight, int panel, int num_steps, int num_blocks)
+        : from(weight.data + (panel + 1) * weight.panel_bytes),
+          bytes_per_step(divided_up(divided_up((int)weight.panel_bytes, num_steps * num_blocks), kTileLineBytes) *
+                         kTileLineBytes) {}
+
+    OCTAVO_INLINE void ask_with(int step, const BlockView&) const {
         const char* first = from + (ptrdiff_t)step * bytes_per_step;
-        for (int offset = 0; offset < bytes_per_step; offset += DISTANCE) prefetch(first + offset);
+        for (int offset = 0; offset < bytes_per_step; offset += kTileLineBytes) prefetch(first + offset);
     }
+    OCTAVO_INLINE void go_on(int num_steps) { from += num_steps * bytes_per_step; }
 };
 
-// With few blocks of rows the memory's rate is what counts: the processor fetches the lines between by itself, and each
-// that is asked for takes one of the few places for lines under way to a core, which loads need too. With more blocks
-// there is time for every line, and what has not come by then would be waited for.
-constexpr int kFewBlocks = 2;
-template <class Groups, bool IS_FEW_BLOCKS>
-constexpr int kFetchDistance = IS_FEW_BLOCKS && !Groups::kIsInt8 ? 512 : kTileLineBytes;
+// Asks for the lines of a weight that is read once: with each step of inputs for a part of each of eight pages of memory,
+// from the one that is read on, so that a page is asked for by eighths while those before it are read. Where a thread's
+// reading of this weight ends it goes on with the next weight's. With two passes over a panel each asks for half the lines.
+//
+// Lines that are asked for in the order in which they are read come no faster than the processor fetches them by itself:
+// it does so a page at a time, and begins anew with each.
+template <int NUM_PASSES>
+class SpreadFetch {
+   public:
+    explicit SpreadFetch(const Onward& onward)
+        : end_(onward.end), past_end_(onward.next ? onward.next - onward.end : 0) {}
+
+    OCTAVO_INLINE void ask_with(int step, const BlockView& view) const {
+        ask_from(view.columns + step * kStepBytes, view.block);
+    }
+    OCTAVO_INLINE void go_on(int) {}
+
+    // With the step of inputs that begins here.
+    OCTAVO_INLINE void ask_from(const char* step, int pass) const {
+        const char* page = (const char*)((uintptr_t)step / kPageBytes * kPageBytes);
+        const char* first = page + (uintptr_t)step % kPageBytes / kStepBytes * kBytesAtOnce;
+        unroll<kPages / NUM_PASSES>([&](auto number) __attribute__((always_inline)) {
+            const int d = decltype(number)::value * NUM_PASSES + pass;
+            const char* from = first + d * kPageBytes + (kPages - 1 - d) * (kPageBytes / kPages);
+            from += from >= end_ ? past_end_ : 0;
+            fetch_into_first_level(from, Int<kBytesAtOnce / kTileLineBytes>{});
+        });
+    }
+
+   private:
+    static constexpr int kBytesAtOnce = kStepBytes / kPages;
+
+    const char* end_;
+    ptrdiff_t past_end_;
+};
 
 // Adds to `sums` the products of a block, or of the sixteen rows that there are of it, with a panel. `beside(step)` is
 // work of another kind: the processor does it while tiles are multiplied.
-template <class Groups, int ROW_TILES, int DISTANCE, class Beside>
-__attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView view, Fetch<DISTANCE> fetch,
-                                         Beside beside) {
+template <class Groups, int ROW_TILES, class Fetch, class Beside>
+__attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView view, Fetch fetch, Beside beside) {
     const auto address_of = [&](int sum) __attribute__((always_inline)) {
         return sums + sum / 2 * kTileRows * kPanelSumBytes + sum % 2 * kTileLineBytes;
     };
@@ -82,7 +123,7 @@ __attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView vie
     for (int step = 0; step < view.num_steps; ++step) {
         const char* rows = view.rows + step * kBlockStepBytes;
         const char* columns = view.columns + step * kStepBytes;
-        fetch.ask_at(step);
+        fetch.ask_with(step, view);
         fetch_into_first_level(step + 1 < view.num_steps ? rows + kBlockStepBytes : view.next_rows,
                                Int<ROW_TILES * kTileRows>{});
         load_tile<kFirstColumnTile>(columns, kPanelGroupBytes);
@@ -112,44 +153,46 @@ OCTAVO_INLINE void hand_on(const char* sums, int stride, int panel, int first_ro
     }
 }
 
-// A few rows: the weight is read once from memory, which is what takes the time. The processor fetches ahead by itself;
-// to ask for lines on top of that took a sixth more time.
-template <class Groups, int NUM_PANELS, class Epilogue>
-OCTAVO_INLINE void multiply_panels(const Claim& claim, const Panels& weight, int panel, const Inputs& inputs,
-                                   int num_rows, Epilogue& epilogue) {
-    alignas(64) char sums[kTileRows * NUM_PANELS * kPanelSumBytes];
-    const TileView rows[1] = {{inputs.data, kTileLineBytes, kBlockStepBytes}};
-    TileView columns[2 * NUM_PANELS];
-    for (int j = 0; j < 2 * NUM_PANELS; ++j)
-        columns[j] = {weight.data + (panel + j / 2) * weight.panel_bytes + j % 2 * kTileLineBytes, kPanelGroupBytes,
-                      kStepBytes};
-    tile_products<Groups, 1, 2 * NUM_PANELS>(sums, NUM_PANELS * kPanelSumBytes, false, rows, columns,
-                                             weight.num_groups / kTileGroups);
-    for (int p = 0; p < NUM_PANELS; ++p)
-        claim.write(panel + p, [&] {
-            hand_on<Groups>(sums + p * kPanelSumBytes, NUM_PANELS * kPanelSumBytes, panel + p, 0, num_rows, epilogue);
-        });
+// Sums [16][32] of up to sixteen rows with a panel.
+template <class Groups>
+__attribute__((noinline)) void multiply_panel(char* sums, const char* rows, const char* columns, int num_steps,
+                                              SpreadFetch<1> fetch) {
+    clear_tile<0>();
+    clear_tile<1>();
+    for (int step = 0; step < num_steps; ++step, rows += kBlockStepBytes, columns += kStepBytes) {
+        fetch.ask_from(columns, 0);
+        load_tile<kFirstRowTile>(rows, kTileLineBytes);
+        load_tile<kFirstColumnTile>(columns, kPanelGroupBytes);
+        add_tile_products<Groups, 0, kFirstRowTile, kFirstColumnTile>();
+        load_tile<kFirstColumnTile + 1>(columns + kTileLineBytes, kPanelGroupBytes);
+        add_tile_products<Groups, 1, kFirstRowTile, kFirstColumnTile + 1>();
+    }
+    store_tile<0>(sums, kPanelSumBytes);
+    store_tile<1>(sums + kTileLineBytes, kPanelSumBytes);
 }
 
+// A few rows: the weight is read once from memory, which is what takes the time.
 template <class Groups, class Epilogue>
 OCTAVO_INLINE void multiply_few_rows(const Claim& claim, const Panels& weight, const Inputs& inputs, int num_rows,
-                                     Epilogue& epilogue) {
-    int panel = claim.items.first;
-    for (; panel + 2 <= claim.items.end; panel += 2)
-        multiply_panels<Groups, 2>(claim, weight, panel, inputs, num_rows, epilogue);
-    for (; panel < claim.items.end; ++panel)
-        multiply_panels<Groups, 1>(claim, weight, panel, inputs, num_rows, epilogue);
+                                     const Onward& onward, Epilogue& epilogue) {
+    alignas(64) char sums[kTileRows * kPanelSumBytes];
+    const SpreadFetch<1> fetch(onward);
+    for (int panel = claim.items.first; panel < claim.items.end; ++panel) {
+        multiply_panel<Groups>(sums, inputs.data, weight.data + panel * weight.panel_bytes,
+                               weight.num_groups / kTileGroups, fetch);
+        claim.write(panel, [&] { hand_on<Groups>(sums, kPanelSumBytes, panel, 0, num_rows, epilogue); });
+    }
 }
 
 // The products of one panel with a chunk of rows, block by block.
-template <class Groups, int DISTANCE>
+template <class Groups, class Fetch>
 struct PanelProducts {
     const Panels& weight;
     const Inputs& inputs;
     int panel;
     Range rows;
-    char* sums;            // [rows][32]
-    Fetch<DISTANCE> next;  // of the next panel
+    char* sums;  // [rows][32]
+    Fetch fetch;
 
     OCTAVO_INLINE const char* rows_of(int block, int step) const {
         return input_row(inputs.data, rows.first + block * kBlockRows, inputs.stride).first + step * kBlockStepBytes;
@@ -159,27 +202,24 @@ struct PanelProducts {
     OCTAVO_INLINE void add(int block, int next_block, Range steps, Beside&& beside) {
         const BlockView view = {rows_of(block, steps.first),
                                 weight.data + panel * weight.panel_bytes + steps.first * kStepBytes,
-                                rows_of(next_block, steps.first), steps.end - steps.first};
-        const Fetch<DISTANCE> fetch = next;
-        next.from += view.num_steps * next.bytes_per_step;
+                                rows_of(next_block, steps.first), steps.end - steps.first, block};
+        const Fetch now = fetch;
+        fetch.go_on(view.num_steps);
         char* to = sums + block * kBlockSumBytes;
         if (rows.end - rows.first - block * kBlockRows > kTileRows)
-            add_block<Groups, 2>(to, steps.first > 0, view, fetch, beside);
+            add_block<Groups, 2>(to, steps.first > 0, view, now, beside);
         else
-            add_block<Groups, 1>(to, steps.first > 0, view, fetch, beside);
+            add_block<Groups, 1>(to, steps.first > 0, view, now, beside);
     }
 };
 
-template <bool IS_FEW_BLOCKS, class Groups, class Epilogue>
+template <class Groups, class Fetch, class Epilogue>
 OCTAVO_INLINE void multiply_blocks(const Claim& claim, int item, const Panels& weight, int panel, const Inputs& inputs,
-                                   Range rows, Epilogue& epilogue) {
+                                   Range rows, Fetch fetch, Epilogue& epilogue) {
     alignas(64) char sums[kMaxChunkRows * kPanelSumBytes];
     const int num_steps = weight.num_groups / kTileGroups, num_blocks = divided_up(rows.end - rows.first, kBlockRows);
     const int num_parts = num_blocks > 1 ? divided_up(num_steps, kStepsAtOnce) : 1;
-    const int bytes_per_step =
-        divided_up(divided_up((int)weight.panel_bytes, num_steps * num_blocks), kTileLineBytes) * kTileLineBytes;
-    PanelProducts<Groups, kFetchDistance<Groups, IS_FEW_BLOCKS>> products = {
-        weight, inputs, panel, rows, sums, {weight.data + (panel + 1) * weight.panel_bytes, bytes_per_step}};
+    PanelProducts<Groups, Fetch> products = {weight, inputs, panel, rows, sums, fetch};
     for (int part = 0; part + 1 < num_parts; ++part)
         for (int block = 0; block < num_blocks; ++block)
             products.add(block, (block + 1) % num_blocks, share_of(num_steps, part, num_parts), [](int) {});
@@ -204,11 +244,15 @@ OCTAVO_INLINE void multiply_blocks(const Claim& claim, int item, const Panels& w
 // What lies beyond the rows in memory is read and its results are dropped.
 template <class Groups, class Epilogue>
 OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& weight, int panel, const Inputs& inputs,
-                                 Range rows, bool, Epilogue& epilogue) {
-    if (rows.end - rows.first <= kFewBlocks * kBlockRows)
-        multiply_blocks<true, Groups>(claim, item, weight, panel, inputs, rows, epilogue);
+                                 Range rows, bool, const Onward& onward, Epilogue& epilogue) {
+    const int num_blocks = divided_up(rows.end - rows.first, kBlockRows), num_steps = weight.num_groups / kTileGroups;
+    if (num_blocks == 1)
+        multiply_blocks<Groups>(claim, item, weight, panel, inputs, rows, SpreadFetch<1>(onward), epilogue);
+    else if (num_blocks == 2)
+        multiply_blocks<Groups>(claim, item, weight, panel, inputs, rows, SpreadFetch<2>(onward), epilogue);
     else
-        multiply_blocks<false, Groups>(claim, item, weight, panel, inputs, rows, epilogue);
+        multiply_blocks<Groups>(claim, item, weight, panel, inputs, rows,
+                                NextPanelFetch(weight, panel, num_steps, num_blocks), epilogue);
 }
 
 }  // namespace

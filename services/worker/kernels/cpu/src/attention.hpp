@@ -40,8 +40,7 @@ class TileAttention {
         rows_ = weights_ + (ptrdiff_t)max_rows * kChunkTokens;
     }
 
-    // `next`, if there is one, is what this thread will attend to afterwards; where tiles are multiplied, the processor
-    // fetches its keys early enough by itself.
+    // `next`, if there is one, is what this thread will attend to afterwards.
     void run(const bf16* queries, const TileAttention* next) {
         next_ = next;
         copy_queries(queries);
@@ -50,6 +49,9 @@ class TileAttention {
         for (int first = first_tile_; first < num_tiles_;) {
             const Range tiles = {first, at_most(first / kChunkTiles * kChunkTiles + kChunkTiles, num_tiles_)};
             first = tiles.end;
+#if defined(OCTAVO_AMX)
+            if (is_bound_by_memory(num_rows_)) list_pieces(tiles);
+#endif
             score(tiles);
             for (int row = 0; row < num_rows_; ++row) weigh(row, tiles);
             add_values(tiles);
@@ -76,6 +78,8 @@ class TileAttention {
         return cache_ + number * shape_.num_kv_heads * 2 * kTileTokens * shape_.head_dim;
     }
 
+    OCTAVO_INLINE const bf16* values_of(int index) const { return tile(index) + kTileTokens * shape_.head_dim; }
+
     void copy_queries(const bf16* queries) {
         const int row_values = group_size_ * shape_.head_dim;
         for (int query = 0; query < queries_.num_queries; ++query)
@@ -85,6 +89,33 @@ class TileAttention {
     }
 
 #if defined(OCTAVO_AMX)
+    // What is read of a chunk, in this order: the keys of its tiles and their values, and the keys that are read afterwards.
+    void list_pieces(Range tiles) {
+        const int num_tiles = tiles.end - tiles.first;
+        for (int i = 0; i < num_tiles; ++i) {
+            pieces_[i] = (const char*)tile(tiles.first + i);
+            pieces_[num_tiles + i] = (const char*)values_of(tiles.first + i);
+        }
+        const bool goes_on = tiles.end < num_tiles_;
+        const TileAttention* then = goes_on ? this : next_;
+        const int first = goes_on || !then ? tiles.end : then->first_tile_;
+        // Where there are no more, the last is asked for again.
+        for (int i = 0; i < kPiecesAhead; ++i) {
+            const bool is_there = then && first + i < then->num_tiles_;
+            pieces_[2 * num_tiles + i] = is_there ? (const char*)then->tile(first + i) : pieces_[2 * num_tiles + i - 1];
+        }
+    }
+
+    // Asks for an eighth of this piece and of each of the seven after it, as `SpreadFetch` does.
+    OCTAVO_INLINE void ask_with(int piece) const {
+        const ptrdiff_t part = kTileTokens * shape_.head_dim * (ptrdiff_t)sizeof(bf16) / kPiecesAtOnce;
+        unroll<kPiecesAtOnce>([&](auto distance) __attribute__((always_inline)) {
+            constexpr int d = decltype(distance)::value;
+            const char* from = pieces_[piece + d] + (kPiecesAtOnce - 1 - d) * part;
+            for (ptrdiff_t line = 0; line < part; line += kTileLineBytes) fetch_into_first_level(from + line, Int<1>{});
+        });
+    }
+
     template <int ROW_TILES, int TILES>
     OCTAVO_INLINE void score_tiles(int first_row, Range tiles) {
         TileView rows[ROW_TILES], columns[TILES];
@@ -108,8 +139,11 @@ class TileAttention {
             for (int index = tiles.first; index < tiles.end; index += 2)
                 score_tiles<2, 2>(done * kTileRows, {index, tiles.end});
         if (done < num_row_tiles)
-            for (int index = tiles.first; index < tiles.end; index += kSumTiles)
+            for (int index = tiles.first; index < tiles.end; index += kSumTiles) {
+                if (is_bound_by_memory(num_rows_))
+                    for (int i = index; i < at_most(index + kSumTiles, tiles.end); ++i) ask_with(i - tiles.first);
                 score_tiles<1, kSumTiles>(done * kTileRows, {index, tiles.end});
+            }
     }
 #else
     template <int ROWS, int TILES>
@@ -221,7 +255,8 @@ class TileAttention {
                 load_tile<j>(sums + j * kTileLineBytes, sum_stride);
         });
         for (int index = tiles.first; index < tiles.end; ++index) {
-            const char* values = (const char*)(tile(index) + kTileTokens * shape_.head_dim + 2 * first_column);
+            if (is_bound_by_memory(num_rows_) && first_column == 0) ask_with(tiles.end - 2 * tiles.first + index);
+            const char* values = (const char*)(values_of(index) + 2 * first_column);
             load_tile<kFirstRowTile>(
                 weights_ + (ptrdiff_t)first_row * kChunkTokens + index % kChunkTiles * kTileTokens,
                 kChunkTokens * sizeof(bf16));
@@ -265,7 +300,7 @@ class TileAttention {
             keys = tile(index + kChunkTiles);
         else if (next_ && next_->first_tile_ + index % kChunkTiles < next_->num_tiles_)
             keys = next_->tile(next_->first_tile_ + index % kChunkTiles);
-        return keys ? (const char*)keys - (const char*)(tile(index) + kTileTokens * shape_.head_dim) : 0;
+        return keys ? (const char*)keys - (const char*)values_of(index) : 0;
     }
 
     template <int ROWS, int COLUMNS>
@@ -282,7 +317,7 @@ class TileAttention {
             });
         });
         for (int index = tiles.first; index < tiles.end; ++index) {
-            const bf16* values = tile(index) + kTileTokens * shape_.head_dim + 2 * first_column;
+            const bf16* values = values_of(index) + 2 * first_column;
             const char* columns[COLUMNS];
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
                 columns[decltype(column)::value] = (const char*)values + decltype(column)::value * 64;
@@ -326,6 +361,10 @@ class TileAttention {
     float *scores_, *sums_, *maxima_, *totals_, *corrections_;
     bf16 *weights_, *rows_;
     const TileAttention* next_ = nullptr;
+#if defined(OCTAVO_AMX)
+    static constexpr int kPiecesAtOnce = 8, kPiecesAhead = kPiecesAtOnce - 1;
+    const char* pieces_[2 * kChunkTiles + kPiecesAhead];
+#endif
 };
 
 void attend(const Step& step, Walk& walk, const Operation& operation) {
@@ -341,7 +380,7 @@ void attend(const Step& step, Walk& walk, const Operation& operation) {
             for (int item = claim.items.first; item < claim.items.end; ++item) {
                 if (claim.is_taken(item)) continue;
                 TileAttention attention = attention_of(item);
-                if (item + 1 < claim.items.end) {
+                if (item + 1 < claim.shares.end_beyond(item)) {
                     const TileAttention next = attention_of(item + 1);
                     attention.run(work.queries, &next);
                 } else {

@@ -15,6 +15,8 @@ struct Walk {
     Team& team;
     int thread;
     uint64_t next_item;
+    const Panels* next_weight = nullptr;  // what is read after the phase under way
+    Ahead ahead;                          // and what of it nobody has asked for yet
 
     Walk(Team& team, int thread) : team(team), thread(thread), next_item(team.first_item()) {}
 
@@ -31,6 +33,7 @@ struct Claim {
     const Phase& phase;
     int thread;
     Range items;
+    Shares shares;
 
     OCTAVO_INLINE bool is_taken(int item) const { return team.is_taken(phase, item); }
 
@@ -50,13 +53,14 @@ OCTAVO_INLINE void run_phase(Walk& walk, int num_items, int grain, Prepare&& pre
     Team& team = walk.team;
     const Phase phase = walk.next_phase(num_items);
     if (team.is_over(phase)) return;
+    const Shares shares = {(uint64_t)num_items, grain, team.num_threads()};
     prepare();
     for (Range items; (items = team.claim(phase, walk.thread, grain)).first < items.end;)
-        compute(Claim{team, phase, walk.thread, items});
-    if (team.wait_for_others(phase)) return;
+        compute(Claim{team, phase, walk.thread, items, shares});
+    if (team.wait_for_others(phase, walk.ahead)) return;
     // Whoever holds the rest goes through it from its beginning.
     for (int item = num_items - 1; item >= 0 && !team.is_over(phase); --item)
-        if (!team.is_taken(phase, item)) compute(Claim{team, phase, walk.thread, {item, item + 1}});
+        if (!team.is_taken(phase, item)) compute(Claim{team, phase, walk.thread, {item, item + 1}, shares});
     team.wait(phase);
 }
 

@@ -140,6 +140,36 @@ struct Range {
     int first, end;
 };
 
+// How many items of a phase threads begin with: a share each of whole grains, one behind the other.
+struct Shares {
+    uint64_t num_items;
+    int grain, num_threads;
+
+    uint64_t first_of(int thread) const {
+        const uint64_t num_grains = (num_items + (uint64_t)grain - 1) / (uint64_t)grain;
+        const uint64_t first = num_grains * (uint64_t)thread / (uint64_t)num_threads * (uint64_t)grain;
+        return first < num_items ? first : num_items;
+    }
+
+    // Where the share ends that this item is in.
+    int end_beyond(int item) const {
+        int thread = 1;
+        while (thread < num_threads && first_of(thread) <= (uint64_t)item) ++thread;
+        return (int)first_of(thread);
+    }
+};
+
+// Memory that a thread will read, and fetches into its second-level cache while it waits for others.
+struct Ahead {
+    const char *from = nullptr, *end = nullptr;
+
+    void ask_for_some() {
+        constexpr int kLinesAtOnce = 8, kLineBytes = 64;
+        for (int line = 0; line < kLinesAtOnce && from < end; ++line, from += kLineBytes)
+            __builtin_prefetch(from, 0, 2);
+    }
+};
+
 // Threads that run a step together. A phase ends when its items are done, whoever did them: while the system runs
 // something else in the place of one thread, the others take all items that it has not claimed, and after a while
 // compute those that it has. Each result is written once, by the thread that takes the item.
@@ -161,7 +191,7 @@ class Team {
     virtual void finish(int thread, int count) = 0;
     virtual bool is_over(const Phase& phase) const = 0;
     // Waits as long as others may well need; whether the phase is over.
-    virtual bool wait_for_others(const Phase& phase) const = 0;
+    virtual bool wait_for_others(const Phase& phase, Ahead& ahead) const = 0;
     // Returns when the phase is over.
     virtual void wait(const Phase& phase) const = 0;
 };

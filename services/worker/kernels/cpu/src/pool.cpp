@@ -194,11 +194,8 @@ void Pool::offer_core(int thread) {
 
 // Claims become smaller towards the end, so that all come to it at about the same time.
 Range Pool::claim_of_share(const Phase& phase, int owner, uint64_t grain) {
-    const uint64_t num_items = phase.end - phase.first, num_grains = (num_items + grain - 1) / grain;
-    const auto share_begin = [&](int thread) {
-        return phase.first + std::min(num_grains * (uint64_t)thread / (uint64_t)num_threads_ * grain, num_items);
-    };
-    const uint64_t first = share_begin(owner), end = share_begin(owner + 1);
+    const Shares shares = {phase.end - phase.first, (int)grain, num_threads_};
+    const uint64_t first = phase.first + shares.first_of(owner), end = phase.first + shares.first_of(owner + 1);
     std::atomic<uint64_t>& next_item = next_items_[(size_t)owner].value;
     uint64_t next = next_item.load(std::memory_order_relaxed);
     while (next < end) {
@@ -233,10 +230,13 @@ bool Pool::is_over(const Phase& phase) const {
     return num_done >= phase.end;
 }
 
-bool Pool::wait_for_others(const Phase& phase) const {
+bool Pool::wait_for_others(const Phase& phase, Ahead& ahead) const {
     if (is_over(phase)) return true;
     const int64_t spent = nanoseconds() - phase.started;
-    return spin_until(std::max(kPatienceNanoseconds, spent / kPatiencePart), [&] { return is_over(phase); });
+    return spin_until(std::max(kPatienceNanoseconds, spent / kPatiencePart), [&] {
+        ahead.ask_for_some();
+        return is_over(phase);
+    });
 }
 
 // Comes here only while another thread is displaced as it writes an item's results; nobody would wake this one.

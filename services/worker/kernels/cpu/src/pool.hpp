@@ -41,7 +41,7 @@ class Pool final : public Team {
     bool take(const Phase& phase, int item) override;
     void finish(int thread, int count) override;
     bool is_over(const Phase& phase) const override;
-    bool wait_for_others(const Phase& phase) const override;
+    bool wait_for_others(const Phase& phase, Ahead& ahead) const override;
     void wait(const Phase& phase) const override;
 
    private:

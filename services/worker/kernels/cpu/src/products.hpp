@@ -53,7 +53,7 @@ OCTAVO_INLINE void multiply_tile(const Claim& claim, int first_item, const Panel
 // A few rows: the weight is read once from memory, which is what takes the time.
 template <class Groups, class Epilogue>
 OCTAVO_INLINE void multiply_few_rows(const Claim& claim, const Panels& weight, const Inputs& inputs, int num_rows,
-                                     Epilogue& epilogue) {
+                                     const Onward&, Epilogue& epilogue) {
     with_rows_up_to<kMaxRows>(num_rows, [&](auto size) __attribute__((always_inline)) {
         constexpr int kRows = decltype(size)::value;
         constexpr int kPanels = kIsWide ? columns_at_once(kRows) / 2 : 1;
@@ -69,7 +69,7 @@ OCTAVO_INLINE void multiply_few_rows(const Claim& claim, const Panels& weight, c
 // One panel and one tile of rows.
 template <class Groups, class Epilogue>
 OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& weight, int panel, const Inputs& inputs,
-                                 Range rows, bool is_first_tile, Epilogue& epilogue) {
+                                 Range rows, bool is_first_tile, const Onward&, Epilogue& epilogue) {
     with_rows_up_to<kMaxRows>(rows.end - rows.first, [&](auto size) __attribute__((always_inline)) {
         constexpr int kRows = decltype(size)::value;
         if (is_first_tile)
@@ -83,12 +83,31 @@ OCTAVO_INLINE void multiply_item(const Claim& claim, int item, const Panels& wei
 OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t, int) {
     return {num_rows, num_panels, divided_up(num_rows, kMaxRows), kChunkTilesOfRows, 1};
 }
-OCTAVO_INLINE void begin_products() {}
+OCTAVO_INLINE void begin_products(int) {}
 OCTAVO_INLINE void end_products() {}
-#endif
+constexpr ptrdiff_t kBytesAskedFor = 0;
 
 // How many panels of a few rows are computed together.
 OCTAVO_INLINE int panels_at_once(int num_rows) { return kIsWide ? at_most(columns_at_once(num_rows) / 2, 2) : 1; }
+#endif
+
+// What a thread has in its second-level cache of the weight that comes next when it has waited long enough.
+constexpr ptrdiff_t kMaxBytesAhead = 384 << 10;
+
+// A thread's share of the weight that comes next, if few rows are multiplied with it.
+OCTAVO_INLINE Ahead share_of_next(const Walk& walk, int num_rows) {
+    if (!walk.next_weight) return {};
+    const Panels& weight = *walk.next_weight;
+    const Shares shares = {(uint64_t)weight.num_panels, panels_at_once(num_rows), walk.team.num_threads()};
+    return {weight.data + (ptrdiff_t)shares.first_of(walk.thread) * weight.panel_bytes,
+            weight.data + (ptrdiff_t)shares.first_of(walk.thread + 1) * weight.panel_bytes};
+}
+
+OCTAVO_INLINE Ahead not_asked_for(const Ahead& share) {
+    const ptrdiff_t num_bytes = at_most(share.end - share.from, kMaxBytesAhead);
+    if (num_bytes <= kBytesAskedFor) return {};
+    return {share.from + kBytesAskedFor, share.from + num_bytes};
+}
 
 // `make_inputs()` gives the rows to this thread, before it computes anything.
 template <class Groups, class MakeInputs, class Epilogue>
@@ -96,21 +115,25 @@ void multiply_groups(Walk& walk, const Panels& weight, MakeInputs make_inputs, p
                      Epilogue epilogue) {
     const Tiling tiling = tiling_of(num_rows, weight.num_panels, input_stride, walk.team.num_threads());
     const bool is_few = num_rows <= kFewRows;
+    const Ahead next = share_of_next(walk, num_rows);
+    walk.ahead = not_asked_for(next);
     Inputs inputs{nullptr, input_stride};
     run_phase(
         walk, tiling.num_items(), is_few ? panels_at_once(num_rows) : 1,
         [&] {
-            begin_products();
+            begin_products(num_rows);
             inputs.data = make_inputs();
         },
         [&](const Claim& claim) {
             auto write = epilogue.with(weight, inputs);
-            if (is_few) return multiply_few_rows<Groups>(claim, weight, inputs, num_rows, write);
+            const int end = tiling.num_tiles == 1 ? claim.shares.end_beyond(claim.items.first) : weight.num_panels;
+            const Onward onward = {weight.data + end * weight.panel_bytes, next.from};
+            if (is_few) return multiply_few_rows<Groups>(claim, weight, inputs, num_rows, onward, write);
             for (int item = claim.items.first; item < claim.items.end; ++item) {
                 const Tiling::Place place = tiling.place_of(item);
                 if (!claim.is_taken(item))
                     multiply_item<Groups>(claim, item, weight, place.panel, inputs, place.rows, place.is_first_tile,
-                                          write);
+                                          onward, write);
             }
         });
 }

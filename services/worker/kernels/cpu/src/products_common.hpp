@@ -7,7 +7,10 @@
 namespace octavo {
 namespace {
 
-constexpr int at_most(int value, int limit) { return value < limit ? value : limit; }
+template <class Value>
+constexpr Value at_most(Value value, Value limit) {
+    return value < limit ? value : limit;
+}
 
 OCTAVO_INLINE Range share_of(int count, int thread, int num_threads) {
     return {(int)((int64_t)count * thread / num_threads), (int)((int64_t)count * (thread + 1) / num_threads)};
@@ -64,6 +67,11 @@ struct InputRow {
 OCTAVO_INLINE InputRow input_row(const void* rows, ptrdiff_t index, ptrdiff_t stride) {
     return {(char*)rows + index / kBlockRows * kBlockRows * stride + index % kBlockRows * kLineBytes};
 }
+
+// Where a thread's reading of a weight ends, and where it goes on; null when nothing comes after it.
+struct Onward {
+    const char *end, *next;
+};
 
 // Rows of inputs in the type of the weight that they are multiplied with.
 struct Inputs {

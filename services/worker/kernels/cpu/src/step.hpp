@@ -360,6 +360,12 @@ void norm_heads(const Step& step, Walk& walk, const Operation& operation) {
     });
 }
 
+// The first weight that is read after an operation.
+const Panels* weight_after(const Step& step, int index) {
+    const Model& model = *step.model;
+    return index + 1 < model.num_operations ? &model.operations[index + 1].first : &model.head;
+}
+
 void run_operation(const Step& step, Walk& walk, const Operation& operation) {
     const Shape& shape = step.model->shape;
     const Workspace& work = *step.workspace;
@@ -371,15 +377,18 @@ void run_operation(const Step& step, Walk& walk, const Operation& operation) {
                                                                 shape.hidden_stride, operation.second_bias}
                                                 : WriteProduced{residual, produced, shape.hidden_stride,
                                                                 operation.second_bias};
+    walk.next_weight = &operation.second;
     if (operation.kind == OperationKind::kAttention) {
         multiply_normed(step, walk, operation.first, operation.norm, nullptr, num_tokens, WriteHeads{step, operation});
         if (operation.query_norm) norm_heads(step, walk, operation);
         attend(step, walk, operation);
+        walk.next_weight = weight_after(step, index);
         multiply_rows_of(step, walk, operation.second, work.attended, shape.num_heads * shape.head_dim, write);
     } else {
         const int inner_stride = operation.first.num_panels * kLanes;
         multiply_normed(step, walk, operation.first, operation.norm, nullptr, num_tokens,
                         WriteGated{work.inner, inner_stride, operation.activation});
+        walk.next_weight = weight_after(step, index);
         multiply_rows_of(step, walk, operation.second, work.inner, inner_stride, write);
     }
     if (step.collective) add_parts(step, walk, index, residual, produced);
@@ -401,6 +410,7 @@ void end_rows(const Step& step, Walk& walk) {
 // The logits of the batch's rows to sample, from the residual stream.
 void sample_rows(const Step& step, Walk& walk) {
     const Model& model = *step.model;
+    walk.next_weight = nullptr;
     if (step.batch->num_sampled_rows)
         multiply_normed(step, walk, model.head, model.final_norm, step.batch->sampled_rows,
                         step.batch->num_sampled_rows,
@@ -454,7 +464,7 @@ float read_memory(const char* from, size_t num_bytes) {
 template <class Groups>
 double multiply_groups_in_registers(int num_rounds, float* sink) {
     alignas(64) float sums[kTileRows * kLanes];
-    begin_products();
+    begin_products(kTileRows);
     unroll<8>([&](auto tile) __attribute__((always_inline)) { clear_tile<decltype(tile)::value>(); });
     for (int round = 0; round < num_rounds; ++round) {
         add_tile_products<Groups, 0, 4, 6>();
