@@ -5,7 +5,8 @@
     │   ├── InvalidRequest              ├── UnsupportedField      ├── ContextLengthExceeded
     │   ├── RequestNeverFits            ├── TemplateRefused       ├── DuplicateRequest
     │   ├── ModelNotFound               ├── RouteNotFound         ├── MethodNotAllowed
-    │   ├── PayloadTooLarge             ├── UnsupportedMediaType  └── Unauthenticated
+    │   ├── PayloadTooLarge             ├── UnsupportedMediaType  ├── Unauthenticated
+    │   └── PermissionDenied
     ├── UnavailableError                not now; the same request may succeed later
     │   ├── Overloaded                  ├── NoEngineAvailable     ├── Draining
     │   ├── EngineLost                  ├── WorkerLost            ├── StoreUnavailable
@@ -43,6 +44,7 @@ from libs.errors.tree import (
     OctavoError,
     Overloaded,
     PayloadTooLarge,
+    PermissionDenied,
     RateLimited,
     RequestNeverFits,
     RouteNotFound,
@@ -80,6 +82,7 @@ __all__ = [
     "OctavoError",
     "Overloaded",
     "PayloadTooLarge",
+    "PermissionDenied",
     "RateLimited",
     "RequestNeverFits",
     "RouteNotFound",

@@ -37,6 +37,7 @@ class ErrorReason(StrEnum):
     TEMPLATE_REFUSED = "TEMPLATE_REFUSED"
     RATE_LIMITED = "RATE_LIMITED"
     BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ ERROR_TABLE: tuple[ErrorSpec, ...] = tuple(
         (tree.PayloadTooLarge, ErrorReason.PAYLOAD_TOO_LARGE, "INVALID_ARGUMENT", 413, _CLIENT, "payload_too_large", False),
         (tree.UnsupportedMediaType, ErrorReason.UNSUPPORTED_MEDIA_TYPE, "INVALID_ARGUMENT", 415, _CLIENT, "unsupported_media_type", False),
         (tree.Unauthenticated, ErrorReason.UNAUTHENTICATED, "UNAUTHENTICATED", 401, _CLIENT, "invalid_api_key", False),
+        (tree.PermissionDenied, ErrorReason.PERMISSION_DENIED, "PERMISSION_DENIED", 403, _CLIENT, "permission_denied", False),
         (tree.Overloaded, ErrorReason.OVERLOADED, "RESOURCE_EXHAUSTED", 503, _SERVER, "overloaded", True),
         (tree.RateLimited, ErrorReason.RATE_LIMITED, "RESOURCE_EXHAUSTED", 429, _RATE, _RATE, True),
         (tree.BudgetExhausted, ErrorReason.BUDGET_EXHAUSTED, "RESOURCE_EXHAUSTED", 429, _QUOTA, _QUOTA, True),

@@ -89,6 +89,10 @@ class UnsupportedMediaType(ClientError):
     """The body is not JSON by its content type."""
 
 
+class PermissionDenied(ClientError):
+    """The server does not answer requests that come this way, whoever sends them."""
+
+
 class Unauthenticated(ClientError):
     """No API key, or an unknown one."""
 

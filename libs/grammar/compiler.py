@@ -27,12 +27,13 @@ from libs.text import Tokenizer
 # Between the tokens of JSON: a line break and indentation at most, so that a model cannot go on with white space.
 WHITE_SPACE: Final = r"\n?[ ]{0,16}"
 JSON_OPTIONS: Final[llguidance._lib.JsonCompileOptions] = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
-# In llguidance's units of work, about 50,000 to a millisecond: they bound the time of a compilation and of a mask
-# the same on every machine, so that what a gateway has compiled a worker compiles too.
+# In llguidance's units of work, up to 50,000 to a millisecond: they bound the time of a compilation and of a mask
+# the same on every machine, so that what a gateway has compiled a worker compiles too. A unit can be a state that
+# is kept, of some 80 bytes: with 5,000,000 each of ``a{1000000}`` and its like took 2 s and 380 MB.
 _LIMITS: Final = llguidance.LLParserLimits(
-    initial_lexer_fuel=5_000_000, step_lexer_fuel=1_000_000, max_grammar_size=500_000, verbose_errors=False
+    initial_lexer_fuel=500_000, step_lexer_fuel=1_000_000, max_grammar_size=500_000, verbose_errors=False
 )
-_MAX_KNOWN_GRAMMARS: Final = 64
+_MAX_KNOWN_GRAMMARS: Final = 32
 _MAX_REASON_CHARACTERS: Final = 500
 
 

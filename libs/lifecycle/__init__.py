@@ -4,6 +4,6 @@ Owns what happens at SIGTERM and SIGINT (drain once, leave at the second) and th
 the supervisor that started it. It must not know what a tier does while it drains.
 """
 
-from libs.lifecycle.process import SUPERVISED_VARIABLE, Lifecycle, run
+from libs.lifecycle.process import SUPERVISED_VARIABLE, Lifecycle, max_open_files, run
 
-__all__ = ["SUPERVISED_VARIABLE", "Lifecycle", "run"]
+__all__ = ["SUPERVISED_VARIABLE", "Lifecycle", "max_open_files", "run"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 
 import uvloop
 
@@ -19,6 +21,7 @@ SUPERVISED_VARIABLE = "OCTAVO_SUPERVISOR_PID"
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_FORCED = 130
+_MORE_THAN_ANYBODY_NEEDS = 65_536
 _EXIT_FAILED = 1
 
 
@@ -42,6 +45,7 @@ class Lifecycle:
 def run(main: Callable[[Lifecycle], Coroutine[None, None, None]], *, tier: str) -> None:
     """Run ``main`` on uvloop until it returns, and exit non-zero with one clear line when it fails."""
     _die_with_parent()
+    _allow_open_files()
     log = get_logger(tier)
 
     async def under_signals() -> None:
@@ -60,6 +64,22 @@ def run(main: Callable[[Lifecycle], Coroutine[None, None, None]], *, tier: str) 
         for each in ours:
             log.error("process failed", error=each.message, error_class=type(each).__name__)
         sys.exit(_EXIT_FAILED)
+
+
+def max_open_files() -> int:
+    """Return how many files and connections this process may have open at once."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MORE_THAN_ANYBODY_NEEDS if soft == resource.RLIM_INFINITY else min(soft, _MORE_THAN_ANYBODY_NEEDS)
+
+
+def _allow_open_files() -> None:
+    """Take as many open files as the system lets a process have: shells give it fewer, for programs of long ago."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MORE_THAN_ANYBODY_NEEDS if hard == resource.RLIM_INFINITY else min(hard, _MORE_THAN_ANYBODY_NEEDS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # Some systems name a limit that they do not allow.
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _ours(error: BaseException) -> list[OctavoError]:

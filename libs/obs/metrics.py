@@ -502,10 +502,16 @@ def render(registry: CollectorRegistry) -> bytes:
 
 
 def serve_metrics(
-    registry: CollectorRegistry, port: int, *, before_scrape: Callable[[], None] | None = None
+    registry: CollectorRegistry,
+    port: int,
+    listen_address: str = "",
+    *,
+    before_scrape: Callable[[], None] | None = None,
 ) -> WSGIServer | None:
     """Serve ``/metrics`` from a thread of its own; port 0 serves nothing.
 
+    Whoever reaches the process at its ``listen_address`` reaches its metrics, and nobody else; without
+    one, and for a Unix socket, only this machine does.
     ``before_scrape`` brings gauges up to date, so that they are true also while nothing happens.
 
     Raises:
@@ -515,12 +521,18 @@ def serve_metrics(
         return None
     served = registry if before_scrape is None else _FreshRegistry(registry, before_scrape)
     try:
-        server, _ = start_http_server(port, registry=served)
+        server, _ = start_http_server(port, addr=_host_of(listen_address), registry=served)
     except (OSError, OverflowError) as error:
         raise InternalError(
             f"Metrics cannot be served on port {port}: {error}; set another metrics_port."
         ) from error
     return server
+
+
+def _host_of(listen_address: str) -> str:
+    if listen_address.startswith("unix:"):
+        return "127.0.0.1"
+    return listen_address.rpartition(":")[0].strip("[]") or "127.0.0.1"
 
 
 class _FreshRegistry(CollectorRegistry):

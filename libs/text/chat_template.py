@@ -49,7 +49,8 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             names = _settable_variables(environment.parse(source))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+            # The last two: loops or brackets within one another, more than Python takes.
             raise ModelLoadFailed(f"The model's chat template cannot be compiled: {error}.") from error
         self._named_tokens = named_tokens
         # What a caller may set; the rest are given by this class or by the environment.

@@ -5,7 +5,7 @@ Owns which file of a folder says what, and which wins when two do. It must not k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,16 @@ import orjson
 
 from libs.errors import ModelLoadFailed
 from libs.text.decoding import is_byte_token
-from libs.text.tokenizer_definition import AddedToken, NamedTokens, Pipeline, TokenizerDefinition, TokenType
+from libs.text.tokenizer_definition import (
+    MAX_MODEL_LEN,
+    MAX_TOKENS,
+    AddedToken,
+    NamedTokens,
+    Pipeline,
+    TokenizerDefinition,
+    TokenType,
+    checked_added_text,
+)
 
 # Any: these files have the schemas of the tokenizers and transformers libraries.
 JsonObject = Mapping[str, Any]
@@ -57,12 +66,25 @@ class ModelFolder:
 def folder_tokenizer_definition(
     folder: ModelFolder, prompt_prefix_token_ids: tuple[int, ...] = ()
 ) -> TokenizerDefinition:
-    """Build the definition; the caller says what the post-processor puts before a prompt."""
+    """Build the definition; the caller says what the post-processor puts before a prompt.
+
+    Raises:
+        ModelLoadFailed: the file is JSON, and no tokenizer.
+    """
+    try:
+        return _definition(folder, prompt_prefix_token_ids)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ModelLoadFailed(
+            f"The tokenizer.json of {folder.path.name} has a part of another form than a tokenizer has: {error}."
+        ) from error
+
+
+def _definition(folder: ModelFolder, prompt_prefix_token_ids: tuple[int, ...]) -> TokenizerDefinition:
     model = folder.tokenizer.get("model") or {}
     added_tokens = [_added_token(entry) for entry in folder.tokenizer.get("added_tokens") or ()]
     texts, scores = _vocabulary(model, folder.path.name)
     by_id = dict(enumerate(texts)) | {token.token_id: token.text for token in added_tokens}
-    token_texts = [by_id.get(token_id, "") for token_id in range(max(by_id, default=-1) + 1)]
+    token_texts = [by_id.get(token_id, "") for token_id in range(_num_ids(by_id))]
     unknown_text = _unknown_text(model, token_texts)
     has_byte_fallback = bool(model.get("byte_fallback"))
     return TokenizerDefinition(
@@ -106,9 +128,11 @@ def folder_eos_token_ids(folder: ModelFolder, definition: TokenizerDefinition) -
 
 def folder_max_model_len(folder: ModelFolder) -> int:
     """Return the longest context that the model was made for, in tokens."""
-    text_config = folder.config.get("text_config") or {}
-    max_model_len = folder.config.get("max_position_embeddings") or text_config.get("max_position_embeddings")
-    if not isinstance(max_model_len, int) or max_model_len <= 0:
+    text_config = folder.config.get("text_config")
+    max_model_len = folder.config.get("max_position_embeddings")
+    if not max_model_len and isinstance(text_config, dict):
+        max_model_len = text_config.get("max_position_embeddings")
+    if type(max_model_len) is not int or not 0 < max_model_len <= MAX_MODEL_LEN:
         raise ModelLoadFailed(f"The config.json of {folder.path.name} has no max_position_embeddings; add it.")
     return max_model_len
 
@@ -150,10 +174,17 @@ def _vocabulary(model: JsonObject, name: str) -> tuple[list[str], list[float]]:
         return [text for text, _ in vocabulary], [float(score) for _, score in vocabulary]
     if not isinstance(vocabulary, dict):
         raise ModelLoadFailed(f"The tokenizer.json of {name} has no vocabulary.")
-    texts = [""] * (max(vocabulary.values(), default=-1) + 1)
+    texts = [""] * _num_ids(vocabulary.values())
     for text, token_id in vocabulary.items():
         texts[token_id] = text
     return texts, []
+
+
+def _num_ids(token_ids: Collection[int]) -> int:
+    """Return the number of ids up to the highest; a file may name a high one to have gigabytes of them made."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < MAX_TOKENS:
+        raise ValueError(f"token ids must be from 0 to {MAX_TOKENS - 1}")
+    return max(token_ids, default=-1) + 1
 
 
 def _unknown_text(model: JsonObject, token_texts: Sequence[str]) -> str | None:
@@ -177,7 +208,7 @@ def _token_types(
 
 
 def _added_token(entry: JsonObject) -> AddedToken:
-    text = entry["content"]
+    text = checked_added_text(entry["content"])
     return AddedToken(
         token_id=entry["id"],
         text=text,

@@ -14,12 +14,14 @@ from libs.errors import ModelLoadFailed
 from libs.text.decoding import SPACE_MARK
 from libs.text.gguf_header import GgufHeader
 from libs.text.tokenizer_definition import (
+    MAX_MODEL_LEN,
     AddedToken,
     NamedTokens,
     Pipeline,
     Step,
     TokenizerDefinition,
     TokenType,
+    checked_added_text,
 )
 
 _NOT_MERGED: Final = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE})
@@ -29,6 +31,8 @@ _ROLES: Final = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+# A token is tried at every place where it could be split.
+_MAX_SPLIT_CHARACTERS: Final = 4_096
 _END_KEYS: Final = (
     "tokenizer.ggml.eos_token_id",
     "tokenizer.ggml.eot_token_id",
@@ -43,10 +47,13 @@ _END_OF_TURN_TEXTS: Final = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>",
 def gguf_tokenizer_definition(header: GgufHeader) -> TokenizerDefinition:
     """Read the tokenizer that ``header`` describes."""
     model = header.string("tokenizer.ggml.model")
-    if model == "gpt2":
-        return _byte_level_bpe(header)
-    if model == "llama":
-        return _sentencepiece_bpe(header)
+    try:
+        if model == "gpt2":
+            return _byte_level_bpe(header)
+        if model == "llama":
+            return _sentencepiece_bpe(header)
+    except ValueError as error:
+        raise ModelLoadFailed(f"{header.path.name} has a tokenizer that cannot be: {error}.") from error
     raise ModelLoadFailed(
         f"{header.path.name} has a tokenizer of the kind {model!r}; gpt2 and llama are supported. "
         "Use the model's folder with its tokenizer.json instead."
@@ -69,7 +76,7 @@ def gguf_max_model_len(header: GgufHeader) -> int:
     """Return the longest context that the model was made for, in tokens."""
     architecture = header.string("general.architecture")
     max_model_len = header.integer(f"{architecture}.context_length")
-    if not max_model_len:
+    if max_model_len is None or not 0 < max_model_len <= MAX_MODEL_LEN:
         raise ModelLoadFailed(f"{header.path.name} lacks the key {architecture}.context_length; convert it again.")
     return max_model_len
 
@@ -107,6 +114,8 @@ def _byte_level_bpe(header: GgufHeader) -> TokenizerDefinition:
 
 def _sentencepiece_bpe(header: GgufHeader) -> TokenizerDefinition:
     texts, types = _vocabulary(header)
+    if max(map(len, texts)) > _MAX_SPLIT_CHARACTERS:
+        raise ValueError(f"a token has more than {_MAX_SPLIT_CHARACTERS} characters")
     scores = header.numbers("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(texts):
         raise ModelLoadFailed(f"{header.path.name} has no score for each token (tokenizer.ggml.scores).")
@@ -175,7 +184,7 @@ def _added_tokens(
     return [
         AddedToken(
             token_id=token_id,
-            text=texts[token_id],
+            text=checked_added_text(texts[token_id]),
             is_special=kind != TokenType.USER_DEFINED,
             is_normalized=is_matched_after_normalizing and kind == TokenType.USER_DEFINED,
         )

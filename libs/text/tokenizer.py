@@ -91,6 +91,8 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> Tokenizer:
         """Build the tokenizer of a model folder."""
+        # Refused here where it is no tokenizer: of some of those the library makes gigabytes, or dies.
+        folder_tokenizer_definition(folder)
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder.path / "tokenizer.json"))
         except Exception as error:  # The library raises bare Exception for a file that it does not understand.

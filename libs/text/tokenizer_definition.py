@@ -13,10 +13,16 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 # A step of a tokenizer in the schema of tokenizer.json. Any: the schema belongs to the tokenizers library.
 Step = Mapping[str, Any] | None
+
+# Far beyond any vocabulary; models come from strangers.
+MAX_TOKENS: Final = 4_194_304
+MAX_MODEL_LEN: Final = 2**31 - 1
+# Added tokens are looked for by expressions as deep as the longest of them.
+MAX_ADDED_CHARACTERS: Final = 128
 
 _DIGEST_TAG = b"octavo.tokenizer.v1\x00"
 
@@ -105,6 +111,13 @@ class TokenizerDefinition:
         digest.update(_packed(part for merge in self.merges for part in merge))
         digest.update(_little_endian(array("d", self.scores)))
         return digest.digest()
+
+
+def checked_added_text(text: Any) -> str:  # Any: of a file.
+    """Return the text of an added token; raises ValueError for what can be none."""
+    if not isinstance(text, str) or not 1 <= len(text) <= MAX_ADDED_CHARACTERS:
+        raise ValueError(f"an added token must have 1 to {MAX_ADDED_CHARACTERS} characters")
+    return text
 
 
 def _packed(texts: Iterable[str]) -> bytes:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
 from libs.config import setting
 from services.engine.core.scheduler_config import Admission, Batching, Layout, SpeculationConfig
+
+# It is part of keys in Redis and of patterns that look for them, in which * or [ would stand for other engines.
+_ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 class Speculation(StrEnum):
@@ -115,6 +119,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be above 0 seconds, not {getattr(self, name)}.")
         if not 0 <= self.drain_timeout_seconds < math.inf:
             raise ValueError(f"drain_timeout_seconds must be at least 0, not {self.drain_timeout_seconds}.")
+        if _ENGINE_ID.fullmatch(self.engine_id) is None:
+            raise ValueError("engine_id must be up to 128 letters, digits, dots, colons, dashes and underscores.")
         if self.max_steps_in_flight not in (1, 2):
             raise ValueError(f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}.")
         if self.target_itl is not None and not self.target_itl > 0:

@@ -69,7 +69,9 @@ async def _serve(config: EngineConfig, lifecycle: Lifecycle) -> None:
             stack.push_async_callback(worker.close)
         if redis is not None:
             stack.push_async_callback(redis.aclose)
-        metrics_server = serve_metrics(metrics.registry, config.metrics_port, before_scrape=loop.refresh_gauges)
+        metrics_server = serve_metrics(
+            metrics.registry, config.metrics_port, config.listen_address, before_scrape=loop.refresh_gauges
+        )
         if metrics_server is not None:
             stack.callback(metrics_server.shutdown)
         async with asyncio.TaskGroup() as tasks:

@@ -21,6 +21,7 @@ from services.gateway.text_preparation import PreparedPrompt
 
 _ERROR_TYPES: Final = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

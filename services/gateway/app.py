@@ -21,8 +21,10 @@ from libs.errors import (
     NoEngineAvailable,
     OctavoError,
     PayloadTooLarge,
+    PermissionDenied,
     RouteNotFound,
 )
+from libs.hosts import is_private_name
 from libs.obs import get_logger
 from libs.obs.metrics import GatewayMetrics, ScrapedEngineMetrics, render
 from services.gateway.admission import Admission, draining_error
@@ -79,6 +81,8 @@ class Parts:
     body_memory: BodyMemory
     models: Models
     readiness_timeout_seconds: float
+    # Whether only names of this machine are answered.
+    is_local_only: bool
 
 
 def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
@@ -86,7 +90,11 @@ def make_app(parts: Parts, *, max_body_bytes: int) -> web.Application:
     routes = _Routes(parts)
     app = web.Application(
         client_max_size=max_body_bytes,
-        middlewares=[_errors_in_shape, _authenticate(parts.authenticator)],
+        middlewares=[
+            _errors_in_shape,
+            *([_local_names_only] if parts.is_local_only else []),
+            _authenticate(parts.authenticator),
+        ],
     )
     app.on_response_prepare.append(_add_request_ids)
     app.on_response_prepare.append(_add_server_timing)
@@ -211,6 +219,18 @@ async def _errors_in_shape(request: web.Request, handler: Handler) -> web.Stream
     except Exception:
         log.exception("route failed", path=request.path[:128], request_id=request[_REQUEST_ID])
         return error_response(internal_error(request[_REQUEST_ID]), shape)
+
+
+@web.middleware
+async def _local_names_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what a web page of somebody else makes a browser ask."""
+    authority = request.headers.get(hdrs.HOST, "")
+    if not is_private_name(authority):
+        raise PermissionDenied(
+            f"Without API keys this server answers its own machine only, not requests for {authority[:128]!r}: use "
+            "http://127.0.0.1, configure API keys, or set gateway.allow_unauthenticated to true."
+        )
+    return await handler(request)
 
 
 def _authenticate(authenticator: Authenticator) -> Middleware:

@@ -14,6 +14,7 @@ _POSITIVE = (
     "block_size",
     "max_body_bytes",
     "max_concurrent_requests",
+    "max_connections",
     "text_threads",
     "request_timeout_seconds",
     "body_timeout_seconds",
@@ -108,6 +109,11 @@ class GatewayConfig:
 
     max_body_bytes: int = setting(4 * 1024 * 1024, "Largest request body; more is refused with 413.", unit="bytes")
     max_concurrent_requests: int = setting(4096, "Requests in this gateway at once; more are refused with 503.")
+    max_connections: int = setting(
+        8192,
+        "HTTP connections at once, and three quarters of the files that the system allows at most; beyond it idle "
+        "ones are closed, those that have waited longest first.",
+    )
     text_threads: int = setting(2, "Threads that render templates and tokenize.")
     body_timeout_seconds: float = setting(60.0, "Time for a request's body to arrive.", unit="seconds")
     request_timeout_seconds: float = setting(600.0, "Time for a whole request.", unit="seconds")

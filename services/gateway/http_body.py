@@ -69,6 +69,8 @@ def _check_type(request: web.Request) -> None:
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding != "identity":
         raise UnsupportedMediaType("The body must not be compressed; send no 'Content-Encoding'.")
+    if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
+        raise UnsupportedMediaType("The body must not be compressed; send 'Transfer-Encoding: chunked' alone.")
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:

@@ -14,6 +14,7 @@ from aiohttp import hdrs, web
 
 from libs.errors import InternalError, InvalidRequest
 from services.gateway.http_errors import error_response
+from services.gateway.open_connections import OpenConnections
 
 # What every answer says of the server; versions are nobody's business.
 SERVER_NAME: Final = "octavo"
@@ -27,16 +28,25 @@ class HttpServer:
     """A listening server."""
 
     def __init__(
-        self, app: web.Application, host: str, port: int, *, max_unread_seconds: float, shares_port: bool = False
+        self,
+        app: web.Application,
+        host: str,
+        port: int,
+        *,
+        max_unread_seconds: float,
+        max_connections: int,
+        shares_port: bool = False,
     ) -> None:
         """Begin; processes that all share a port get their share of its connections.
 
-        A client that leaves what is written to it unread for ``max_unread_seconds`` loses its connection.
+        A client that leaves what is written to it unread for ``max_unread_seconds`` loses its connection; beyond
+        ``max_connections`` idle ones are closed, those that have waited longest first.
         """
         self._host = host
         self._port = port
         self._shares_port = shares_port
         self._max_unread_seconds = max_unread_seconds
+        self._open = OpenConnections(max_connections)
         self._runner = web.AppRunner(
             app,
             # A client that leaves cancels its handler, also while that waits for an engine.
@@ -83,6 +93,7 @@ class HttpServer:
         return _Connection(
             manager,
             max_unread_seconds=self._max_unread_seconds,
+            open_connections=self._open,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=_KEEP_ALIVE_SECONDS,
             # Errors of handlers are answered and logged by the application; what is left is noise of strangers.
@@ -108,14 +119,27 @@ class _Connection(web.RequestHandler):
     so a client that does not read is cut.
     """
 
-    __slots__ = ("_max_unread_seconds", "_patience", "first_byte_ns")
+    __slots__ = ("_max_unread_seconds", "_open", "_patience", "first_byte_ns")
 
     # Any: aiohttp's own, passed on as they are.
-    def __init__(self, *arguments: Any, max_unread_seconds: float, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, max_unread_seconds: float, open_connections: OpenConnections, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
+        self._open = open_connections
         self.first_byte_ns: int | None = None
         self._max_unread_seconds = max_unread_seconds
         self._patience: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of its is being served."""
+        return self._current_request is None and not self._messages
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, if there is room or can be made."""
+        super().connection_made(transport)
+        self._open.add(self)
 
     def pause_writing(self) -> None:
         """Begin to wait for a client that does not read."""
@@ -130,6 +154,7 @@ class _Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Let go."""
         self._stop_waiting()
+        self._open.remove(self)
         super().connection_lost(exc)
 
     def _cut(self) -> None:

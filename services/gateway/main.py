@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from libs.config import load
 from libs.errors import StoreUnavailable
 from libs.kv import HashContract
-from libs.lifecycle import Lifecycle, run
+from libs.lifecycle import Lifecycle, max_open_files, run
 from libs.obs import configure_logging, get_logger
 from libs.obs.metrics import GatewayMetrics, share_metrics
 from libs.obs.tracers import open_tracer
@@ -139,6 +139,7 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
             config.host,
             config.port,
             max_unread_seconds=config.request_timeout_seconds,
+            max_connections=min(config.max_connections, max_open_files() * 3 // 4),
             shares_port=config.is_of_group,
         )
         stack.push_async_callback(server.stop)
@@ -407,6 +408,7 @@ def _make_parts(
         body_memory=body_memory,
         models=Models(foundation.model, max_model_len=foundation.max_model_len, start_time=int(time.time())),
         readiness_timeout_seconds=config.readiness_timeout_seconds,
+        is_local_only=not (config.asks_for_keys or config.allow_unauthenticated),
     )
 
 

@@ -18,6 +18,8 @@ from libs.grammar import Grammar, GrammarForm, check_grammar
 from services.gateway.openai_fields import check_structured_outputs
 from services.gateway.openai_values import schema_text
 
+# The converter is Python: it takes a few microseconds for each, while nobody else gets the event loop.
+MAX_GBNF_CHARACTERS: Final = 16_384
 # The time that the converter takes grows with their square: 0.1 s for so many.
 MAX_GBNF_RULES: Final = 512
 _ANY_OBJECT: Final = '{"type":"object"}'
@@ -166,6 +168,12 @@ def _lark_of(grammar: str) -> str:
     num_rules = grammar.count("::=")
     if not num_rules:
         return grammar
+    if len(grammar) > MAX_GBNF_CHARACTERS:
+        raise InvalidRequest(
+            f"A grammar in GBNF has at most {MAX_GBNF_CHARACTERS} characters, not {len(grammar)}; "
+            "write a longer one in Lark.",
+            param="structured_outputs.grammar",
+        )
     if num_rules > MAX_GBNF_RULES:
         raise InvalidRequest(
             f"A grammar in GBNF has at most {MAX_GBNF_RULES} rules; this one has {num_rules}.",

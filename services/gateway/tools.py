@@ -6,6 +6,7 @@ model hears of tools or calls them, nor how an answer is read or written.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -236,6 +237,11 @@ def _arguments_text(arguments: Any, path: str) -> str:
         raise InvalidRequest(f"'{path}' must be a JSON object as a string.", param=path)
     if _depth(text) > MAX_ARGUMENTS_DEPTH:
         raise InvalidRequest(f"'{path}' is nested more than {MAX_ARGUMENTS_DEPTH} levels deep.", param=path)
+    try:
+        # As it is read for templates: whole numbers stay whole, and so are bounded in length.
+        json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"'{path}' has a number of too many digits.", param=path) from error
     return text
 
 

@@ -68,7 +68,7 @@ async def _serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
     servicer = RouterServicer(placement, directory, max_answers=config.max_requests_per_gateway)
     server = make_server(config.listen_address, [registration(servicer)])
     await server.start()
-    metrics_server = serve_metrics(metrics.registry, config.metrics_port)
+    metrics_server = serve_metrics(metrics.registry, config.metrics_port, config.listen_address)
     if redis is None and not config.engine_addresses:
         _log.warning("no engine can be found: give --redis-url or --engine-addresses")
     async with asyncio.TaskGroup() as tasks:

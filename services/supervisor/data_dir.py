@@ -59,12 +59,19 @@ class DataDir:
     def write_run_state(self, state: RunState) -> None:
         """Replace run.json in one step."""
         fresh = self.path / f"{_RUN_FILE}.new"
-        fresh.write_text(json.dumps(asdict(state), indent=2) + "\n")
+        # The URLs of stores may hold passwords. Who may read it is settled before anything is in it.
+        fresh.unlink(missing_ok=True)
+        with open(fresh, "w", opener=_open_private) as file:
+            file.write(json.dumps(asdict(state), indent=2) + "\n")
         fresh.replace(self.path / _RUN_FILE)
 
     def log_path(self, process_name: str) -> Path:
         """Return the log file of a process."""
         return self.path / "logs" / f"{process_name}.log"
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_EXCL, 0o600)
 
 
 @contextmanager
@@ -77,6 +84,8 @@ def open_data_dir(path: Path, *, wait_seconds: float = 20.0) -> Iterator[DataDir
         UpFailed: when another ``octavo up`` uses the folder, or it cannot be made.
     """
     try:
+        # What is in it is nobody's but this user's: logs, records of requests, and run.json with the stores' URLs.
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in _PARTS:
             (path / part).mkdir(parents=True, exist_ok=True)
         # The folder keeps itself out of the repository that it may lie in.

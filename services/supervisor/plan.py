@@ -7,8 +7,8 @@ those that write to Redis at once wait for Valkey.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import TypeAlias
@@ -61,6 +61,8 @@ class ProcessPlan:
 
     name: str
     command: tuple[str, ...]
+    # What it reads beside the environment of all: every user of the machine sees commands.
+    environ: Mapping[str, str] = field(default_factory=dict)
     # Where others find it, for run.json: a URL, host:port or unix:/path.
     address: str
     probe: Probe
@@ -264,6 +266,7 @@ class _Planner:
         return ProcessPlan(
             name="gateway",
             command=self._tier("gateway", flags),
+            environ=_environ("gateway", flags),
             address=f"{host}:{port}",
             probe=HttpGet(_HEALTH_HOSTS.get(host, host), port, "/readyz"),
             start_after=self._after_redis(),
@@ -286,6 +289,7 @@ class _Planner:
         return ProcessPlan(
             name=name,
             command=self._tier(tier, flags),
+            environ=_environ(tier, flags),
             address=self._address(name),
             probe=GrpcHealth(self._address(name)),
             start_after=self._after_redis() if needs_redis else (),
@@ -307,7 +311,7 @@ class _Planner:
         """Return a tier's command: the file, then what ``up`` decides, then what was passed through."""
         self._refuse_conflicts(tier, {flag.replace("-", "_") for flag in flags})
         file = () if self._options.config_file is None else ("--config", str(self._options.config_file))
-        own = (f"--{flag}={value}" for flag, value in flags.items())
+        own = (f"--{flag}={value}" for flag, value in flags.items() if not _is_secret(flag, value))
         passed = (setting.flag for setting in self._options.tier_settings if setting.tier == tier)
         return (*self._places.tier_command, tier, *file, *own, *self._tracing(tier), *self._derived(tier), *passed)
 
@@ -356,6 +360,20 @@ class _Planner:
                     f"`octavo up` sets {tier}.{key.field} itself, so it cannot be set by {key.source}; "
                     "use the flags of `octavo up` (see `octavo up --help`) or start the tiers one by one."
                 )
+
+
+def _environ(tier: str, flags: Mapping[str, str]) -> dict[str, str]:
+    """Return the secrets among a tier's flags as the environment that stands for them."""
+    return {
+        f"OCTAVO_{tier.upper()}__{flag.replace('-', '_').upper()}": value
+        for flag, value in flags.items()
+        if _is_secret(flag, value)
+    }
+
+
+def _is_secret(flag: str, value: str) -> bool:
+    """Tell whether a flag is the URL of a store with a password."""
+    return flag in ("redis-url", "clickhouse-url") and "@" in value
 
 
 def _in_url(host: str) -> str:

@@ -110,7 +110,7 @@ class SupervisedProcess:
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
-            env=dict(self._surroundings.environ),
+            env={**self._surroundings.environ, **self.plan.environ},
             pass_fds=(self._surroundings.lock_fd,),
         )
         self._ended.clear()

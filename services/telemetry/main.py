@@ -44,7 +44,7 @@ async def _serve(config: TelemetryConfig, lifecycle: Lifecycle) -> None:
     metrics = TelemetryMetrics(CollectorRegistry())
     pipeline = _make_pipeline(config, metrics)
     server = make_server(config.listen_address, [telemetry_registration(pipeline)])
-    metrics_server = serve_metrics(metrics.registry, config.metrics_port)
+    metrics_server = serve_metrics(metrics.registry, config.metrics_port, config.listen_address)
     await server.start()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(pipeline.run())

@@ -44,7 +44,7 @@ async def _serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
     servicer = WorkerServicer(DeferredRunner(partial(_make_runner, config)), metrics, model_name=config.model)
     server = make_server(config.listen_address, [registration(servicer)])
     await server.start()
-    metrics_server = serve_metrics(metrics.registry, config.metrics_port)
+    metrics_server = serve_metrics(metrics.registry, config.metrics_port, config.listen_address)
     # Serving means that LoadModel is taken; the engine waits for its end.
     await server.set_serving(True)
     _log.info("worker ready", address=server.address, runner=config.runner.value)

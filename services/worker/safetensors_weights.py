@@ -41,7 +41,10 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX_FILE
     if index.exists():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = [folder / str(name) for name in names]
+        strange = [name for name in names if Path(name).name != name]
+        if strange:
+            raise ModelLoadFailed(f"{index} names {strange[0]!r}, which is not a file beside it.")
+        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [file.name for file in files if not file.exists()]

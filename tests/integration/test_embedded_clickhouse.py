@@ -163,6 +163,16 @@ def test_a_session_keeps_its_tables_but_not_the_settings_of_one_call(clickhouse:
     assert "UNKNOWN_TABLE" in of_another
 
 
+@pytest.mark.parametrize("headers", [{"Origin": "http://example.com"}, {"Host": "example.com"}])
+def test_web_pages_get_nothing(clickhouse: ClickHouseProcess, headers: dict[str, str]) -> None:
+    request = urllib.request.Request(f"{clickhouse.url}/?query=SELECT%201", headers=headers)
+
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+
+    assert refused.value.code == 403
+
+
 def test_a_get_cannot_write(clickhouse: ClickHouseProcess) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(f"{clickhouse.url}/?query=CREATE%20TABLE%20of_get%20(a%20UInt8)%20ENGINE=Memory")

@@ -11,7 +11,7 @@ from aiohttp import web
 from yarl import URL
 
 from tests.fakes.fake_generation_engine import Script
-from tests.integration.gateway_process import Stand
+from tests.integration.gateway_process import MODEL_NAME, Stand
 from tests.integration.http_answers import (
     CHAT,
     QUESTION,
@@ -110,6 +110,25 @@ async def test_bad_input_changes_nothing_for_a_stream_beside_it(stand: Stand) ->
     events = (await neighbour).events
     assert streamed_text(events) == "one two three four five"
     assert events[-1] == "[DONE]"
+
+
+DEEP = '{"a":' * 900 + "1" + "}" * 900
+ENDLESS_NUMBER = '{"a":' + "1" * 5000 + "}"
+
+
+@pytest.mark.parametrize("arguments", [DEEP, ENDLESS_NUMBER], ids=["deep", "endless number"])
+async def test_arguments_of_calls_that_no_template_could_write_are_refused(stand: Stand, arguments: str) -> None:
+    """As SEC-01, for what is read again behind the schema; ended in an internal error."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [MESSAGE, {"role": "assistant", "tool_calls": [call]}]
+    use = f'{{"type": "tool_use", "id": "a", "name": "f", "input": {arguments}}}'
+    turns = f'[{json.dumps(MESSAGE)}, {{"role": "assistant", "content": [{use}]}}]'
+    body = f'{{"model": "{MODEL_NAME}", "max_tokens": 5, "messages": {turns}}}'
+
+    refused(await chat(stand, messages=messages), param="messages[1].tool_calls[0].function.arguments")
+    anthropic = await post_raw(stand, "/v1/messages", body.encode())
+
+    assert anthropic.status == 400
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -337,3 +356,45 @@ async def test_routes_that_climb_are_not_there(stand: Stand) -> None:
             body = json.loads(await response.read())
         assert response.status == 404
         assert "root:" not in json.dumps(body)
+
+
+async def test_a_grammar_in_gbnf_is_bounded_before_it_is_converted(stand: Stand) -> None:
+    """As SEC-03: the converter is Python, and held the event loop for half a second."""
+    grammar = "root ::= " + "a|" * 100_000 + "a"
+
+    error = refused(await chat(stand, structured_outputs={"grammar": grammar}))
+
+    assert error["param"] == "structured_outputs.grammar"
+    assert "16384" in error["message"]
+
+
+FOREIGN_NAMES = ["example.com", "example.com:8000", "127.0.0.1.nip.io", "localhost.example.com", "a.b."]
+OWN_NAMES = ["127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]:8000", "a.localhost", "x", "h.local"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/openapi.json", "/livez"])
+async def test_a_server_without_keys_answers_no_site_whose_name_points_here(stand: Stand, path: str) -> None:
+    """ollama/ollama, CVE-2024-28224: DNS rebinding."""
+    for name in (*FOREIGN_NAMES, *OWN_NAMES):
+        async with stand.gateway.http.get(path, headers={"Host": name}) as response:
+            body = await response.read()
+
+        assert response.status == (403 if name in FOREIGN_NAMES else 200), name
+        if name in FOREIGN_NAMES:
+            assert json.loads(body)["error"]["code"] == "permission_denied"
+
+
+async def test_a_body_in_a_coding_of_the_transfer_is_refused(stand: Stand) -> None:
+    """As gzip bombs in 'Content-Encoding': what is unknown must not be taken for the body itself."""
+    body = json.dumps({"model": MODEL_NAME, "messages": QUESTION}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    coded = head.encode() + b"Transfer-Encoding: gzip, chunked\r\n\r\n"
+    url = URL(stand.gateway.base_url)
+    assert url.host is not None
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+
+    writer.write(coded + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+    answer = await reader.read()
+    writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 415 ")

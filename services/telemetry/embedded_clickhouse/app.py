@@ -14,6 +14,7 @@ from typing import Final
 
 from aiohttp import MultipartReader, web
 
+from libs.hosts import is_private_name
 from libs.obs import get_logger
 from services.telemetry.embedded_clickhouse.bodies import decode_body
 from services.telemetry.embedded_clickhouse.config import EmbeddedClickHouseConfig
@@ -96,8 +97,9 @@ class _Handler:
         return _response(result, headers)
 
     def _authenticate(self, request: web.Request) -> None:
-        if "Origin" in request.headers:
-            # Any web page may make a browser send such a request; no client of ours is a page.
+        if "Origin" in request.headers or not is_private_name(request.headers.get("Host", "")):
+            # Any web page may make a browser send such a request; no client of ours is a page. What a page asks of
+            # its own site has no origin, so a site whose name points here is told by that name.
             raise ClickHouseError.of(AUTHENTICATION_FAILED, "Requests from web pages are refused")
         user, password = _credentials(request)
         if user != _USER or not hmac.compare_digest(password.encode(), self._config.password.encode()):

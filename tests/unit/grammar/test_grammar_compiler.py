@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -265,6 +266,25 @@ def test_a_token_that_is_not_allowed_leaves_none(compiler: GrammarCompiler, mode
 
     assert allowed_by(compiled, model_text.tokenizer.vocab_size).tolist() == []
     assert compiled.failure is not None
+
+
+def test_counted_repetitions_take_little_memory(model_text: ModelText) -> None:
+    """Each held some 380 MB, as long as it was known."""
+    compiler = GrammarCompiler(model_text.tokenizer, model_text.eos_token_ids)
+    doubling = "\n".join(f"A{level}: A{level + 1} A{level + 1}" for level in range(20))
+    grammars = [Grammar(GrammarForm.REGEX, (f"a{{{10**9 + count}}}",)) for count in range(3)]
+    grammars.append(Grammar(GrammarForm.LARK, (f'start: A0\n{doubling}\nA20: "a"',)))
+    before = resident_megabytes()
+
+    for grammar in grammars:
+        compiler.compile(grammar)
+
+    assert resident_megabytes() - before < 400
+
+
+def resident_megabytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) // 1024
 
 
 def test_a_mask_is_not_written_beyond_its_end(model_text: ModelText) -> None:

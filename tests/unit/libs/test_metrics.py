@@ -97,3 +97,25 @@ def test_an_engine_that_is_forgotten_leaves_no_series() -> None:
     text = render(metrics.registry).decode()
 
     assert re.findall(r'octavo_router_placements_total\{engine_id="([^"]*)"', text) == ["pod-99"]
+
+
+@pytest.mark.parametrize(
+    ("listen_address", "host"),
+    [
+        ("unix:/run/x.sock", "127.0.0.1"),
+        ("127.0.0.1:7001", "127.0.0.1"),
+        ("0.0.0.0:7001", "0.0.0.0"),
+        ("", "127.0.0.1"),
+    ],
+)
+def test_metrics_are_where_the_process_is(listen_address: str, host: str) -> None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+
+    server = serve_metrics(CollectorRegistry(), port, listen_address)
+
+    assert server is not None
+    assert server.server_address[0] == host
+    server.shutdown()
+    server.server_close()

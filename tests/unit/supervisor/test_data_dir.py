@@ -113,3 +113,12 @@ def test_the_socket_folder_is_private_short_and_removed(tmp_path: Path, monkeypa
     assert mode == 0o700
     assert len(str(folder)) + len("/telemetry-00.sock") < 108
     assert not folder.exists()
+
+
+def test_nobody_else_can_look_into_it(tmp_path: Path) -> None:
+    with open_data_dir(tmp_path / "data") as data_dir:
+        data_dir.write_run_state(_state(os.getpid()))
+        data_dir.write_run_state(_state(os.getpid()))
+
+        assert (tmp_path / "data").stat().st_mode & 0o077 == 0
+        assert (tmp_path / "data" / "run.json").stat().st_mode & 0o077 == 0

@@ -262,3 +262,15 @@ def test_gateway_processes_are_one_process_of_the_plan_that_starts_them() -> Non
 
     assert "--gateway-processes=3" in _process(several, "gateway").command
     assert len(several.processes) == len(_plan().processes)
+
+
+def test_passwords_of_stores_are_in_no_command() -> None:
+    redis_url, clickhouse_url = "redis://:secret@cache:6379", "https://me:secret@store:8443/audit"
+    plan = _plan("--redis-url", redis_url, "--clickhouse-url", clickhouse_url)
+
+    for process in plan.processes:
+        assert not any("secret" in part for part in process.command)
+    for name in ("gateway", "router", "engine-0"):
+        process = _process(plan, name)
+        assert process.environ == {f"OCTAVO_{name.partition('-')[0].upper()}__REDIS_URL": redis_url}
+    assert _process(plan, "telemetry").environ == {"OCTAVO_TELEMETRY__CLICKHOUSE_URL": clickhouse_url}

@@ -222,9 +222,14 @@ def test_an_absent_name_is_absent() -> None:
     assert template.render([ChatMessage("user", "hi", name="")], add_generation_prompt=True) == "True"
 
 
-def test_a_template_that_does_not_compile_stops_the_load() -> None:
+@pytest.mark.parametrize(
+    "source",
+    ["{% for %}", "{% for a in b %}" * 25 + "{% endfor %}" * 25, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"],
+    ids=["wrong", "loops in loops", "brackets in brackets"],
+)
+def test_a_template_that_does_not_compile_stops_the_load(source: str) -> None:
     with pytest.raises(ModelLoadFailed, match="cannot be compiled"):
-        ChatTemplate("{% for %}", NO_TOKENS)
+        ChatTemplate(source, NO_TOKENS)
 
 
 def test_a_model_without_a_template_says_so(byte_level: ModelText) -> None:

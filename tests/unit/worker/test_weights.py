@@ -343,6 +343,54 @@ def test_gemmas_windows_are_known_without_their_keys(tmp_path: Path) -> None:
     assert describe(config).operations[0] == describe(folder).operations[0]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0, "head_dim": None},
+        {"num_hidden_layers": 10**15},
+        {"architectures": {"a": 1}},
+        {"rope_parameters": "x"},
+        {"layer_types": 5},
+        {"vocab_size": "x"},
+    ],
+)
+def test_a_config_that_no_model_could_have_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = save_model(random_llama(), tmp_path)
+    edit_config(folder, **changes)
+
+    with pytest.raises(ModelLoadFailed):
+        open_weights(folder)
+
+
+def test_a_config_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    folder = save_model(random_llama(), tmp_path)
+    (folder / "config.json").write_text("[" * 100_000)
+
+    with pytest.raises(ModelLoadFailed):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        {"a": "../model.safetensors"},
+        {"a": "/model.safetensors"},
+        {"a": "folder/model.safetensors"},
+        {"a": 5},
+        {"a": {}},
+        {"a": 5, "b": "x"},
+        [1],
+    ],
+)
+def test_an_index_names_files_beside_it_and_nothing_else(tmp_path: Path, weight_map: Any) -> None:
+    folder = save_model(random_llama(), tmp_path / "model")
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    with pytest.raises(ModelLoadFailed):
+        open_weights(folder)
+
+
 @pytest.mark.parametrize("changes", [{"head_count": 5}, {"head_count_kv": 4}, {"head_count": 48}])
 def test_gguf_heads_that_do_not_fit_the_tensors_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
     # The rows of such tensors cannot even be put in order.

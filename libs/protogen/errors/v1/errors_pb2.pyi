@@ -78,6 +78,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The tenant uses as much at once, or in a minute, as it may; RetryInfo says when to come back."""
     ERROR_REASON_BUDGET_EXHAUSTED: _ErrorReason.ValueType  # 26
     """What is left of the tenant's budget is too little for the request."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 27
+    """The server answers its own machine only, and the request came under the name of another."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the machine-readable cause of a failed call. Its name without the prefix is
@@ -139,4 +141,6 @@ ERROR_REASON_RATE_LIMITED: ErrorReason.ValueType  # 25
 """The tenant uses as much at once, or in a minute, as it may; RetryInfo says when to come back."""
 ERROR_REASON_BUDGET_EXHAUSTED: ErrorReason.ValueType  # 26
 """What is left of the tenant's budget is too little for the request."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 27
+"""The server answers its own machine only, and the request came under the name of another."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
