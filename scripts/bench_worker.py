@@ -98,9 +98,11 @@ class Probes:
     def __init__(self) -> None:
         self.bandwidths: list[float] = []
         self.peaks: dict[str, list[float]] = {weight_type: [] for weight_type in WEIGHT_TYPES}
+        self.kernels = ""  # whose rates these are
 
     def take(self, model: NativeModel) -> None:
         """Measure once: the bandwidth of new memory and of the weights, and the rate of each format."""
+        self.kernels = model.kernels
         self.bandwidths.append(model.read_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS))
         self.bandwidths.append(model.weight_bandwidth(_PROBE_BYTES, _PROBE_ROUNDS))
         for name, quantization in WEIGHT_TYPES.items():
@@ -141,6 +143,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=WorkerConfig().model, help="as --model of the worker")
     parser.add_argument("--threads", type=int, default=WorkerConfig().num_threads_used)
+    parser.add_argument("--kernels", default="", help="for which processors; the best for this one by default")
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each step measured")
     parser.add_argument("--torch", action="store_true", help="time torch's forward pass beside each step")
     parser.add_argument("--busy", type=int, default=0, help="processes beside which each step is timed again")
@@ -160,6 +163,7 @@ def _measure(
         block_size=BLOCK_SIZE,
         num_threads=options.threads,
         quantization=WEIGHT_TYPES[weight_type],
+        kernels=options.kernels,
     )
     passes: list[ForwardPass] = [native]
     if options.torch and weight_type == "bfloat16":
@@ -190,6 +194,7 @@ def _result(timed: Sequence[Timed], probes: Probes, options: argparse.Namespace)
     return {
         "benchmark": "worker",
         "machine": {"cpu": cpu_model(), "num_cores": os.cpu_count(), "num_threads": options.threads},
+        "kernels": probes.kernels,
         "bandwidth_gb_s": round(max(probes.bandwidths) / 1e9, 1),
         "bandwidth_probes_gb_s": [round(value / 1e9, 1) for value in probes.bandwidths],
         "peak_bf16_gflop_s": round(max(probes.peaks["bfloat16"]) / 1e9, 1),

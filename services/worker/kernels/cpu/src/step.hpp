@@ -481,21 +481,31 @@ double multiply_groups_in_registers(int num_rounds, float* sink) {
 template <class Groups>
 double multiply_groups_in_registers(int num_rounds, float* sink) {
     constexpr int kColumns = kIsWide ? 2 : 1;
-    typename Groups::Sum sums[kMaxRows][kColumns];
-    alignas(64) const bf16 ones[2 * kLanes] = {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80};
-    unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
-        unroll<kColumns>([&](auto column) __attribute__((always_inline)) {
-            sums[decltype(row)::value][decltype(column)::value] = {};
+    typename Groups::Sum sums[kMaxRows][kColumns], starts[kMaxRows][kColumns] = {};
+    alignas(64) bf16 columns_in_memory[kColumns][2 * kLanes], inputs_in_memory[kMaxRows][2];
+    for (auto& column : columns_in_memory)
+        for (bf16& value : column) value = 0x3f80;
+    for (auto& input : inputs_in_memory) input[0] = input[1] = 0x3f80;
+    // What a compiler knew to be alike, or to be the same in each round, would be computed once.
+    asm volatile("" : "+m"(starts), "+m"(columns_in_memory));
+    typename Groups::Columns columns[kColumns];
+    unroll<kColumns>([&](auto column) __attribute__((always_inline)) {
+        constexpr int j = decltype(column)::value;
+        columns[j] = Groups::load((const char*)columns_in_memory[j]);
+        unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
+            sums[decltype(row)::value][j] = starts[decltype(row)::value][j];
         });
     });
-    const typename Groups::Columns columns = Groups::load((const char*)ones);
-    const typename Groups::Input input = Groups::splat((const char*)ones);
-    for (int round = 0; round < num_rounds; ++round)
+    for (int round = 0; round < num_rounds; ++round) {
+        asm volatile("" : "+m"(inputs_in_memory));
         unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
+            constexpr int i = decltype(row)::value;
+            const typename Groups::Input input = Groups::splat((const char*)inputs_in_memory[i]);
             unroll<kColumns>([&](auto column) __attribute__((always_inline)) {
-                Groups::add(sums[decltype(row)::value][decltype(column)::value], columns, input);
+                Groups::add(sums[i][decltype(column)::value], columns[decltype(column)::value], input);
             });
         });
+    }
     // Constant indices again: an array that a loop runs over would live in memory.
     float total = 0.0f;
     unroll<kMaxRows>([&](auto row) __attribute__((always_inline)) {
