@@ -246,7 +246,9 @@ def test_readiness_does_not_wait_for_the_audit_store() -> None:
 def test_every_dependency_is_a_process_of_the_plan() -> None:
     processes = _plan("--engines", "2").processes
 
-    assert {name for process in processes for name in process.start_after} <= {process.name for process in processes}
+    assert {name for process in processes for name in process.start_after} <= {
+        process.name for process in processes
+    }
 
 
 def test_the_audit_store_leaves_the_cores_to_the_load_of_the_models() -> None:
