@@ -74,7 +74,7 @@ def test_a_required_call_is_right_whatever_the_model_says(
     use = use_of(tool_choice=choice, parallel_tool_calls=is_parallel)
     num_complete = 0
 
-    for seed in range(4):
+    for seed in range(12):
         text, is_complete = draw(compiler.compile(grammar_of(use)), model_text, seed)
         if not is_complete:
             continue
