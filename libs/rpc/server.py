@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from libs.errors import InternalError
 from libs.rpc.calls import MAX_MESSAGE_BYTES
+from libs.rpc.message_guard import MessageGuard
 
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -49,7 +50,7 @@ class RpcServer:
         self.address = address
         # Two processes must never share a port by accident.
         options = (*_SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port)))
-        self._server = grpc.aio.server(interceptors=list(interceptors), options=options)
+        self._server = grpc.aio.server(interceptors=[MessageGuard(), *interceptors], options=options)
         self._service_names = [registration.service_name for registration in registrations]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
