@@ -75,8 +75,10 @@ class ProcessPlan:
     stop_grace_seconds: float
     # Whether `octavo ready` waits for it.
     gates_readiness: bool = True
-    # It is killed, and so started again, when it has not answered its probe for so long; None waits for ever.
+    # It is killed, and so started again, when it has given no sign of life for so long; None waits for ever.
     silence_limit_seconds: float | None = None
+    # Its signs of life come through a pipe, where who asks at its port may get another's answer.
+    has_heartbeat: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,7 @@ class _Planner:
             niceness=self._config.background_nice,
             stop_stage=StopStage.VALKEY,
             stop_grace_seconds=10.0,
+            silence_limit_seconds=self._config.process_silence_seconds,
         )
 
     def _clickhouse(self, port: int) -> ProcessPlan:
@@ -192,6 +195,7 @@ class _Planner:
             stop_grace_seconds=25.0,
             # Telemetry spools until the store is there.
             gates_readiness=False,
+            silence_limit_seconds=self._config.process_silence_seconds,
         )
 
     def _worker(self, number: int, rank: int) -> ProcessPlan:
@@ -260,6 +264,8 @@ class _Planner:
             # The gateway makes a folder of its own in it, by its id.
             "data-dir": str(self._places.data_dir),
             "drain-timeout-seconds": str(self._config.drain_timeout_seconds),
+            # Of several it watches each itself.
+            "process-silence-seconds": str(self._config.process_silence_seconds),
         }
         if self._config.model_aliases:
             flags["model-aliases"] = ",".join(self._config.model_aliases)
@@ -273,6 +279,8 @@ class _Planner:
             niceness=self._config.background_nice,
             stop_stage=StopStage.GATEWAY,
             stop_grace_seconds=self._config.drain_timeout_seconds + _AFTER_DRAIN_SECONDS,
+            silence_limit_seconds=self._config.process_silence_seconds,
+            has_heartbeat=True,
         )
 
     def _grpc_process(

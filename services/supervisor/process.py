@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from libs.lifecycle import HeartbeatPipe
 from libs.obs import get_logger
 from services.supervisor.output import ProcessOutput
-from services.supervisor.plan import GrpcHealth, ProcessPlan
+from services.supervisor.plan import ProcessPlan
 from services.supervisor.probes import wait_until_healthy, wait_until_silent
 
 _READ_BYTES = 65_536
@@ -44,6 +45,7 @@ class SupervisedProcess:
         self.healthy = asyncio.Event()
         self._surroundings = surroundings
         self._process: Process | None = None
+        self._heartbeat: HeartbeatPipe | None = None
         self._ended = asyncio.Event()
         self._ended.set()
         # Held while a process is being made, so that an end asked for in between finds it.
@@ -78,6 +80,9 @@ class SupervisedProcess:
             _, late = await asyncio.wait([relay, health], timeout=_LAST_OUTPUT_SECONDS)
             for task in late:
                 task.cancel()
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+                self._heartbeat = None
             self.output.end_of_process()
 
     async def stop(self, grace_seconds: float) -> bool:
@@ -103,6 +108,7 @@ class SupervisedProcess:
         if self.plan.socket_path is not None:
             self.plan.socket_path.unlink(missing_ok=True)
         # -I -S: the shim needs the standard library only, and should cost little.
+        heartbeat = self._heartbeat = HeartbeatPipe() if self.plan.has_heartbeat else None
         shim = (sys.executable, "-I", "-S", str(_SHIM), str(self.plan.niceness))
         self._process = await asyncio.create_subprocess_exec(
             *shim,
@@ -110,8 +116,12 @@ class SupervisedProcess:
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
-            env={**self._surroundings.environ, **self.plan.environ},
-            pass_fds=(self._surroundings.lock_fd,),
+            env={
+                **self._surroundings.environ,
+                **self.plan.environ,
+                **({} if heartbeat is None else heartbeat.environ),
+            },
+            pass_fds=(self._surroundings.lock_fd, *([] if heartbeat is None else [heartbeat.write_fd])),
         )
         self._ended.clear()
         return self._process
@@ -142,7 +152,11 @@ class SupervisedProcess:
         self.healthy.set()
         on_healthy()
         limit_seconds = self.plan.silence_limit_seconds
-        if limit_seconds is not None and isinstance(self.plan.probe, GrpcHealth):
+        if limit_seconds is None:
+            return
+        if self._heartbeat is not None:
+            await self._heartbeat.wait_until_silent(limit_seconds)
+        else:
             await wait_until_silent(self.plan.probe, limit_seconds)
-            log.error("process does not answer and is killed", process=self.plan.name, silent_seconds=limit_seconds)
-            self.kill()
+        log.error("process does not answer and is killed", process=self.plan.name, silent_seconds=limit_seconds)
+        self.kill()

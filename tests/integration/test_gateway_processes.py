@@ -107,6 +107,21 @@ async def test_a_killed_process_takes_only_its_own_requests(stand: Stand) -> Non
     await asyncio.gather(*hanging, return_exceptions=True)
 
 
+async def test_a_frozen_process_is_killed_and_started_again(tmp_path: Path) -> None:
+    """The kernel goes on giving it connections, which nobody would ever answer."""
+    flags = ("--gateway-processes", "2", "--process-silence-seconds", "1")
+    async with open_stand(tmp_path, *flags) as stand:
+        await until_started(stand, 2)
+        stand.engine.default_script = Script(token_ids=stand.encode("a b"))
+
+        frozen = children(stand)[0]
+        os.kill(frozen, signal.SIGSTOP)
+        await until_started(stand, 3)
+        await asyncio.gather(*(post(stand) for _ in range(10)))
+
+        assert frozen not in children(stand)
+
+
 @pytest.mark.slow
 async def test_one_process_drains_while_the_other_serves(stand: Stand) -> None:
     stand.engine.default_script = Script(token_ids=stand.encode("a b c d"), step_delay_seconds=0.2)

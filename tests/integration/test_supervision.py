@@ -80,9 +80,10 @@ def test_a_process_that_answers_nothing_is_killed_and_started_again(running_octa
     limits = ("--worker-silence-seconds", "2", "--process-silence-seconds", "2")
 
     with running_octavo(*limits, command=_FAKES) as octavo:
-        frozen = {
-            name: octavo.kill(name, signal.SIGSTOP) for name in ("worker-0", "engine-0", "router", "telemetry")
-        }
+        names = ("worker-0", "engine-0", "router", "telemetry", "gateway", "clickhouse", "valkey")
+        for name in names:
+            octavo.wait_until_healthy(name)
+        frozen = {name: octavo.kill(name, signal.SIGSTOP) for name in names}
 
         for name, pid in frozen.items():
             octavo.wait_until_healthy(name, after_pid=pid)
