@@ -73,11 +73,13 @@ class RpcServer:
 
     async def set_serving(self, is_serving: bool) -> None:
         """Tell health watchers whether the services take calls."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
         for name in ["", *self._service_names]:
-            await self._health.set(name, status)
+            await self.set_health(name, is_serving=is_serving)
+
+    async def set_health(self, name: str, *, is_serving: bool) -> None:
+        """Tell those who watch the health of ``name``, a service or whatever else they know, how it is."""
+        statuses = health_pb2.HealthCheckResponse
+        await self._health.set(name, statuses.SERVING if is_serving else statuses.NOT_SERVING)
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, let open ones run for ``grace_seconds``, then cancel them."""

@@ -19,9 +19,10 @@ from services.supervisor.config import UpOptions
 
 @dataclass(frozen=True, slots=True)
 class GrpcHealth:
-    """Healthy when ``grpc.health.v1`` says SERVING for the whole server."""
+    """Healthy when ``grpc.health.v1`` says SERVING, by default for the whole server."""
 
     address: str
+    service: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class ProcessPlan:
     # Where others find it, for run.json: a URL, host:port or unix:/path.
     address: str
     probe: Probe
+    # Answers well once the process has done what its start is about, where that is more than to be healthy.
+    ready_probe: Probe | None = None
     # Names of processes that must be healthy before this one is started for the first time.
     start_after: tuple[str, ...] = ()
     # A socket file that a killed process may have left behind.
@@ -114,6 +117,8 @@ class UpPlan:
 _AFTER_DRAIN_SECONDS = 13.0
 # What the KV caches of all workers of one machine may take of its free memory.
 _KV_CACHE_MEMORY_FRACTION = 0.6
+# The health of this is that of a worker's model.
+_LOADED_MODEL = "octavo.worker.v1.Model"
 _TRACED_TIERS = ("gateway", "router", "engine")
 _HEALTH_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
@@ -205,6 +210,8 @@ class _Planner:
             flags["quantization"] = self._config.quantization
         return dataclasses.replace(
             self._grpc_process("worker", name, flags, StopStage.WORKER, 15.0, niceness=0),
+            # It takes calls at once, and may die whenever an engine has it load the model.
+            ready_probe=GrpcHealth(self._address(name), _LOADED_MODEL),
             # Other ranks cannot do without it, and one that drains takes no calls.
             silence_limit_seconds=self._config.worker_silence_seconds,
         )

@@ -77,7 +77,7 @@ async def _wait_for_grpc(probe: GrpcHealth) -> None:
             try:
                 response = await unary(
                     check,
-                    health_pb2.HealthCheckRequest(),
+                    health_pb2.HealthCheckRequest(service=probe.service),
                     timeout_seconds=_ATTEMPT_SECONDS,
                     on_lost=StoreUnavailable,
                 )

@@ -35,6 +35,16 @@ class Surroundings:
     lock_fd: int
 
 
+@dataclass(frozen=True, slots=True)
+class LifeEvents:
+    """Who is told what happens in one life of a process."""
+
+    on_started: Callable[[], None]
+    on_healthy: Callable[[], None]
+    # It has done what its start is about: healthy, or more, by its plan.
+    on_ready: Callable[[], None]
+
+
 class SupervisedProcess:
     """A process by its plan; ``run_once`` is one life of it."""
 
@@ -56,7 +66,7 @@ class SupervisedProcess:
         """The process id while it runs."""
         return None if self._process is None else self._process.pid
 
-    async def run_once(self, on_started: Callable[[], None], on_healthy: Callable[[], None]) -> int:
+    async def run_once(self, events: LifeEvents) -> int:
         """Start the process and return its exit code, negative for a signal, when it has ended.
 
         Raises:
@@ -64,9 +74,9 @@ class SupervisedProcess:
         """
         async with self._starting:
             process = await self._start()
-        on_started()
+        events.on_started()
         relay = asyncio.create_task(self._relay(process))
-        health = asyncio.create_task(self._watch_health(on_healthy))
+        health = asyncio.create_task(self._watch_health(events))
         try:
             return await process.wait()
         except asyncio.CancelledError:
@@ -147,10 +157,20 @@ class SupervisedProcess:
         while data := await process.stdout.read(_READ_BYTES):
             self.output.feed(data)
 
-    async def _watch_health(self, on_healthy: Callable[[], None]) -> None:
+    async def _watch_health(self, events: LifeEvents) -> None:
         await wait_until_healthy(self.plan.probe)
         self.healthy.set()
-        on_healthy()
+        events.on_healthy()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_readiness(events))
+            tasks.create_task(self._kill_when_silent())
+
+    async def _watch_readiness(self, events: LifeEvents) -> None:
+        if self.plan.ready_probe is not None:
+            await wait_until_healthy(self.plan.ready_probe)
+        events.on_ready()
+
+    async def _kill_when_silent(self) -> None:
         limit_seconds = self.plan.silence_limit_seconds
         if limit_seconds is None:
             return

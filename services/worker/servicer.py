@@ -25,6 +25,8 @@ from services.worker.step import LoadedModel, LoadProgress, LoadRequest, ModelRu
 from services.worker.step_meter import StepMeter
 
 SERVICE_NAME = "octavo.worker.v1.WorkerService"
+# Its health is that of the model: a server takes calls before there is one.
+MODEL_HEALTH = "octavo.worker.v1.Model"
 
 _PROGRESS_INTERVAL_SECONDS = 0.5
 # An engine has few in flight.
@@ -83,6 +85,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             stream.end(Cancelled("The stream of steps is over."))
             if self._stream is stream:
                 self._stream = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there is a model."""
+        return self._load is not None and self._load.is_loaded
 
     async def close(self) -> None:
         """Wait for the step or load that is running, and end the thread."""

@@ -184,6 +184,28 @@ def test_stops_when_a_process_ends_again_and_again(running_octavo: StartOctavo) 
     assert "octavo up: router ended more than 1 times within 60 seconds (killed by signal 9)." in octavo.stderr()
 
 
+def test_a_worker_that_dies_at_each_load_is_waited_for_longer_each_time_until_it_loads(
+    running_octavo: StartOctavo, tmp_path: Path
+) -> None:
+    too_little_memory = tmp_path / "too-little-memory"
+    behaviour = f"worker.behaviour=die-at-load-while:{too_little_memory}"
+    with running_octavo("--set", behaviour, command=_FAKES) as octavo:
+        too_little_memory.touch()
+        octavo.kill("worker-0")
+        octavo.wait_for_stderr('"num_failed_starts": 3')
+        too_little_memory.unlink()
+        octavo.wait_for_stderr("process ready again")
+
+        octavo.wait_until_healthy("worker-0", after_pid=octavo.kill("worker-0"))
+
+    stderr = octavo.stderr()
+    assert "process ended before it was ready again; its own log says why" in stderr
+    # Who has loaded is no failure any more: its next end is the second of those that count.
+    last_end = [line for line in stderr.splitlines() if "process ended" in line and '"worker-0"' in line][-1]
+    assert '"restart_in_seconds": 0.2' in last_end
+    assert "num_failed_starts" not in last_end
+
+
 def test_runs_no_store_of_its_own_when_urls_are_given(running_octavo: StartOctavo) -> None:
     urls = ("--redis-url", "redis://127.0.0.1:1", "--clickhouse-url", "http://127.0.0.1:2")
     with running_octavo(*urls, command=_FAKES) as octavo:
