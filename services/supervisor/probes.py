@@ -13,16 +13,15 @@ from libs.rpc import make_channel, unary
 from services.supervisor.plan import GrpcHealth, HttpGet, Probe, ValkeyPing
 
 _ATTEMPT_SECONDS = 2.0
-_INTERVAL_SECONDS = 0.1
 _SILENCE_INTERVAL_SECONDS = 1.0
 
 
-async def wait_until_healthy(probe: Probe) -> None:
+async def wait_until_healthy(probe: Probe, interval_seconds: float = 0.1) -> None:
     """Return when the process answers well; whoever waits sets the bound by cancelling."""
     if isinstance(probe, GrpcHealth):
-        await _wait_for_grpc(probe)
+        await _wait_for_grpc(probe, interval_seconds)
     else:
-        await _wait_for_line(probe)
+        await _wait_for_line(probe, interval_seconds)
 
 
 async def wait_until_silent(probe: Probe, limit_seconds: float) -> None:
@@ -62,14 +61,14 @@ async def _says_anything(probe: HttpGet | ValkeyPing, timeout_seconds: float) ->
     return bool(await _first_line_in_time(probe, timeout_seconds))
 
 
-async def _wait_for_line(probe: HttpGet | ValkeyPing) -> None:
+async def _wait_for_line(probe: HttpGet | ValkeyPing, interval_seconds: float) -> None:
     while True:
         if await _answers_well(probe):
             return
-        await asyncio.sleep(_INTERVAL_SECONDS)
+        await asyncio.sleep(interval_seconds)
 
 
-async def _wait_for_grpc(probe: GrpcHealth) -> None:
+async def _wait_for_grpc(probe: GrpcHealth, interval_seconds: float) -> None:
     serving = health_pb2.HealthCheckResponse.SERVING
     async with make_channel(probe.address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
@@ -86,7 +85,7 @@ async def _wait_for_grpc(probe: GrpcHealth) -> None:
             except OctavoError:
                 # Not listening yet.
                 pass
-            await asyncio.sleep(_INTERVAL_SECONDS)
+            await asyncio.sleep(interval_seconds)
 
 
 async def _answers_well(probe: HttpGet | ValkeyPing) -> bool:

@@ -21,6 +21,7 @@ _READ_BYTES = 65_536
 # A process that ended may have left its pipe to another; its last words are waited for so long.
 _LAST_OUTPUT_SECONDS = 1.0
 _KILL_WAIT_SECONDS = 5.0
+_READY_INTERVAL_SECONDS = 0.5
 log = get_logger("supervisor")
 
 _SHIM = Path(__file__).with_name("exec_with_parent.py")
@@ -167,7 +168,8 @@ class SupervisedProcess:
 
     async def _watch_readiness(self, events: LifeEvents) -> None:
         if self.plan.ready_probe is not None:
-            await wait_until_healthy(self.plan.ready_probe)
+            # For as long as a model loads, which needs the processor more.
+            await wait_until_healthy(self.plan.ready_probe, _READY_INTERVAL_SECONDS)
         events.on_ready()
 
     async def _kill_when_silent(self) -> None:
