@@ -181,8 +181,9 @@ async def _start(flags: Sequence[str], heartbeat: HeartbeatPipe) -> Process:
         *("-m", "services.cli", "gateway", *flags),
         env=environment,
         pass_fds=(heartbeat.write_fd,),
-        # Ctrl-C in a terminal reaches only this process, which tells the others once.
-        preexec_fn=os.setpgrp,
+        # Ctrl-C in a terminal reaches only this process, which tells the others once. A supervisor has given it a
+        # process group already, and kills that as a whole when this process is frozen.
+        preexec_fn=None if SUPERVISED_VARIABLE in os.environ else os.setpgrp,
     )
 
 
