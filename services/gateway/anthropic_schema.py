@@ -27,7 +27,7 @@ from services.gateway.reasoning_fields import check_reasoning_limit, switch_vari
 from services.gateway.tools import (
     MAX_TOOLS,
     FunctionDescription,
-    FunctionName,
+    LongFunctionName,
     ToolChoice,
     ToolUse,
     check_results,
@@ -79,7 +79,7 @@ class ToolUseBlock(_Block, tag="tool_use", frozen=True):
     """A call of a tool, the assistant's."""
 
     id: _Id
-    name: FunctionName
+    name: LongFunctionName
     input: dict[str, Any]
     cache_control: CacheControl | None = None
     caller: None = None
@@ -108,7 +108,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class ToolBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A function that the model may call; ``input_schema`` is enforced whether it is strict or not."""
 
-    name: FunctionName
+    name: LongFunctionName
     input_schema: dict[str, Any]
     description: FunctionDescription | None = None
     type: Literal["custom"] | None = None
@@ -133,7 +133,7 @@ class AnyChoice(_Choice, tag="any", frozen=True):
 class ToolChoiceBody(_Choice, tag="tool", frozen=True):
     """The model must call this tool."""
 
-    name: FunctionName
+    name: LongFunctionName
     disable_parallel_tool_use: bool | None = None
 
 

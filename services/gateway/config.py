@@ -17,6 +17,8 @@ _POSITIVE = (
     "max_connections",
     "text_threads",
     "request_timeout_seconds",
+    "process_silence_seconds",
+    "head_timeout_seconds",
     "body_timeout_seconds",
     "router_timeout_seconds",
     "retry_placement_timeout_seconds",
@@ -52,6 +54,11 @@ class GatewayConfig:
     )
     group_folder: str | None = setting(
         None, "Folder in which processes that share a port add up their metrics; set by gateway_processes alone."
+    )
+    process_silence_seconds: float = setting(
+        30.0,
+        "Of several processes, one whose event loop does not run for so long is killed and started again.",
+        unit="seconds",
     )
     gateway_id: str = setting("gateway-0", "Name of this gateway; names its folder in data_dir and its audit rows.")
     data_dir: str = setting(".octavo", "Folder for the spool of accepted requests and the cache salt's secret.")
@@ -115,6 +122,9 @@ class GatewayConfig:
         "ones are closed, those that have waited longest first.",
     )
     text_threads: int = setting(2, "Threads that render templates and tokenize.")
+    head_timeout_seconds: float = setting(
+        10.0, "Time for a request's head to arrive, from its first byte on.", unit="seconds"
+    )
     body_timeout_seconds: float = setting(60.0, "Time for a request's body to arrive.", unit="seconds")
     request_timeout_seconds: float = setting(600.0, "Time for a whole request.", unit="seconds")
 

@@ -108,6 +108,7 @@ def _group_settings(config: GatewayConfig) -> GroupSettings:
         grpc_host=config.grpc_host,
         grpc_port=config.grpc_port,
         shared_folder=Path(config.data_dir) / f"{config.gateway_id}-metrics",
+        silence_seconds=config.process_silence_seconds,
         stop_seconds=config.drain_timeout_seconds + config.audit_shutdown_seconds + _AFTER_DRAIN_SECONDS,
     )
 
@@ -138,6 +139,7 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
             app,
             config.host,
             config.port,
+            head_timeout_seconds=config.head_timeout_seconds,
             max_unread_seconds=config.request_timeout_seconds,
             max_connections=min(config.max_connections, max_open_files() * 3 // 4),
             shares_port=config.is_of_group,

@@ -209,7 +209,11 @@ def test_who_is_asked_for_signs_of_life_may_be_silent_for_so_long() -> None:
         "router": 9,
         "engine-0": 9,
         "telemetry": 9,
+        "gateway": 9,
+        "clickhouse": 9,
+        "valkey": 9,
     }
+    assert "--process-silence-seconds=9.0" in _process(plan, "gateway").command
 
 
 def test_what_the_user_says_about_cores_and_memory_stands() -> None:
