@@ -145,7 +145,9 @@ def _head_dim(metadata: GgufMetadata, by_default: int) -> int:
 
 
 def _rope_scaling(metadata: GgufMetadata, frequency_factors: tuple[float, ...] | None) -> RopeScaling | None:
-    kind = metadata.optional("rope.scaling.type") or "none"
+    factor = metadata.optional("rope.scaling.factor") or metadata.optional("rope.scale_linear")
+    # To llama.cpp a factor alone is a linear one; the other key is that of older files.
+    kind = metadata.optional("rope.scaling.type") or ("none" if factor in (None, 1.0) else "linear")
     if frequency_factors is not None:
         if kind != "none":
             raise ModelLoadFailed(f"{metadata.path} scales rotary positions in two ways; one is served.")
@@ -154,7 +156,7 @@ def _rope_scaling(metadata: GgufMetadata, frequency_factors: tuple[float, ...] |
         case "none":
             return None
         case "linear":
-            return LinearRopeScaling(float(metadata.required("rope.scaling.factor")))
+            return LinearRopeScaling(float(factor or metadata.required("rope.scaling.factor")))
         case "yarn":
             factor = float(metadata.required("rope.scaling.factor"))
             return YarnRopeScaling(

@@ -151,6 +151,10 @@ class ModelConfig:
             raise ModelLoadFailed(f"The model has {self.num_layers} layers, but {len(self.layer_windows)} windows.")
         if any(window is not None and window < 1 for window in self.layer_windows):
             raise ModelLoadFailed("A sliding window of less than one token leaves nothing to attend to.")
+        if isinstance(self.rope_scaling, FrequencyFactors) and len(self.rope_scaling.factors) != self.head_dim // 2:
+            raise ModelLoadFailed(
+                f"{len(self.rope_scaling.factors)} frequency factors do not fit heads of {self.head_dim} values."
+            )
         if not all(map(_is_positive, _rotary_constants(self))):
             raise ModelLoadFailed(
                 f"Rotary positions need bases, factors and lengths above 0, not {self.rope_theta:g} with "
