@@ -5,8 +5,10 @@ Owns the choice between the two sources. It must not know tensors: nothing here 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from libs.text.chat_template import ChatTemplate, MissingChatTemplate
 from libs.text.folder_tokenizer import (
@@ -18,6 +20,7 @@ from libs.text.folder_tokenizer import (
 from libs.text.gguf_header import GgufHeader, read_gguf_header
 from libs.text.gguf_tokenizer import gguf_eos_token_ids, gguf_max_model_len, gguf_tokenizer_definition
 from libs.text.known_templates import known_chat_template
+from libs.text.sampling_defaults import folder_sampling_defaults, gguf_sampling_defaults
 from libs.text.tokenizer import Tokenizer
 from libs.text.tokenizer_definition import NamedTokens
 
@@ -36,6 +39,8 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
     # What belongs before a prompt of plain text (BOS for many models); chat templates write their own.
     prompt_prefix_token_ids: tuple[int, ...]
+    # How to sample where a request says nothing, by the names of requests. Any: as the files have it, unchecked.
+    sampling_defaults: Mapping[str, Any]
 
 
 def load_model_text(path: Path) -> ModelText:
@@ -60,6 +65,7 @@ def _from_gguf(path: Path) -> ModelText:
         max_model_len=gguf_max_model_len(header),
         eos_token_ids=gguf_eos_token_ids(header),
         prompt_prefix_token_ids=tokenizer.definition.prompt_prefix_token_ids,
+        sampling_defaults=gguf_sampling_defaults(header),
     )
 
 
@@ -80,6 +86,7 @@ def _from_folder(path: Path) -> ModelText:
         max_model_len=folder_max_model_len(folder),
         eos_token_ids=folder_eos_token_ids(folder, tokenizer.definition),
         prompt_prefix_token_ids=tokenizer.definition.prompt_prefix_token_ids,
+        sampling_defaults=folder_sampling_defaults(folder.generation_config),
     )
 
 

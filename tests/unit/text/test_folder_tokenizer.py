@@ -62,6 +62,14 @@ def test_folder_files_say_what_ends_an_answer_and_how_long_it_may_be(smollm_fold
     assert dict(model_text.tokenizer.named_tokens.texts) == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 
+def test_a_folder_says_how_it_is_sampled_from(small_tokenizer_json: dict[str, Any], tmp_path: Path) -> None:
+    said = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "max_new_tokens": 10}
+    folder = write_folder(tmp_path / "said", small_tokenizer_json, generation_config=said)
+
+    assert load_model_text(folder).sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    assert load_model_text(write_folder(tmp_path / "silent", small_tokenizer_json)).sampling_defaults == {}
+
+
 def test_every_process_computes_the_same_digest(smollm: ModelText, smollm_path: Path, smollm_folder: Path) -> None:
     program = "import sys, pathlib, libs.text as t; print(t.tokenizer_digest(pathlib.Path(sys.argv[1])).hex())"
 

@@ -64,6 +64,15 @@ def test_the_file_may_say_whether_bos_is_added(tmp_path: Path) -> None:
     assert load(tmp_path, tokenizer_pre="llama-bpe", add_bos_token=False).prompt_prefix_token_ids == ()
 
 
+def test_a_file_says_how_it_is_sampled_from(tmp_path: Path) -> None:
+    # Keys that llama.cpp's converter makes of generation_config.json.
+    said = byte_level_keys(sampling_temp=0.6, sampling_top_k=20, sampling_penalty_repeat=1.05)
+
+    said_by_file = load_model_text(write_gguf(tmp_path / "said.gguf", tokenizer=said)).sampling_defaults
+
+    assert said_by_file == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+
+
 def test_end_tokens_are_all_that_the_file_names_and_the_well_known_ends_of_a_turn(tmp_path: Path) -> None:
     keys = byte_level_keys()
     model_text = load(
