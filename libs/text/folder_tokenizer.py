@@ -5,7 +5,7 @@ Owns which file of a folder says what, and which wins when two do. It must not k
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +13,7 @@ from typing import Any, Final
 import orjson
 
 from libs.errors import ModelLoadFailed
+from libs.text.context_length import max_context_length
 from libs.text.decoding import is_byte_token
 from libs.text.tokenizer_definition import (
     MAX_MODEL_LEN,
@@ -75,14 +76,14 @@ def folder_tokenizer_definition(
         return _definition(folder, prompt_prefix_token_ids)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ModelLoadFailed(
-            f"The tokenizer.json of {folder.path.name} has a part of another form than a tokenizer has: {error}."
+            f"The tokenizer of {folder.path.name} has a part of another form than a tokenizer has: {error}."
         ) from error
 
 
 def _definition(folder: ModelFolder, prompt_prefix_token_ids: tuple[int, ...]) -> TokenizerDefinition:
     model = folder.tokenizer.get("model") or {}
-    added_tokens = [_added_token(entry) for entry in folder.tokenizer.get("added_tokens") or ()]
     texts, scores = _vocabulary(model, folder.path.name)
+    added_tokens = _added_tokens(folder, texts)
     by_id = dict(enumerate(texts)) | {token.token_id: token.text for token in added_tokens}
     token_texts = [by_id.get(token_id, "") for token_id in range(_num_ids(by_id))]
     unknown_text = _unknown_text(model, token_texts)
@@ -129,9 +130,9 @@ def folder_eos_token_ids(folder: ModelFolder, definition: TokenizerDefinition) -
 def folder_max_model_len(folder: ModelFolder) -> int:
     """Return the longest context that the model was made for, in tokens."""
     text_config = folder.config.get("text_config")
-    max_model_len = folder.config.get("max_position_embeddings")
+    max_model_len = max_context_length(folder.config)
     if not max_model_len and isinstance(text_config, dict):
-        max_model_len = text_config.get("max_position_embeddings")
+        max_model_len = max_context_length(text_config)
     if type(max_model_len) is not int or not 0 < max_model_len <= MAX_MODEL_LEN:
         raise ModelLoadFailed(f"The config.json of {folder.path.name} has no max_position_embeddings; add it.")
     return max_model_len
@@ -205,6 +206,42 @@ def _token_types(
         if token.text == byte_fallback_unknown:
             types[token.token_id] = TokenType.UNKNOWN
     return types
+
+
+def _added_tokens(folder: ModelFolder, texts: Sequence[str]) -> list[AddedToken]:
+    """Return what tokenizer.json adds, and what only tokenizer_config.json knows to be a token of its own.
+
+    As in transformers: with its end token plain text an answer of such a model would never end.
+    """
+    added = [_added_token(entry) for entry in folder.tokenizer.get("added_tokens") or ()]
+    ids = {text: token_id for token_id, text in enumerate(texts) if text}
+    ids |= {token.text: token.token_id for token in added}
+    known_texts, next_id = {token.text for token in added}, max(len(texts), 1 + max(ids.values(), default=-1))
+    for entry in _declared_tokens(folder, ids):
+        token = _added_token(entry)
+        # One that is not in the vocabulary comes behind it; what contradicts tokenizer.json does not count.
+        if token.text not in known_texts and ids.get(token.text, next_id) == token.token_id:
+            added.append(token)
+            known_texts.add(token.text)
+            next_id = max(next_id, token.token_id + 1)
+    return added
+
+
+def _declared_tokens(folder: ModelFolder, ids: Mapping[str, int]) -> Iterator[JsonObject]:
+    """Yield tokens that tokenizer_config.json declares, in the form of tokenizer.json."""
+    config, named = folder.tokenizer_config, _named_tokens(folder)
+    decoder = {int(token_id): entry for token_id, entry in (config.get("added_tokens_decoder") or {}).items()}
+    for token_id, entry in sorted(decoder.items()):
+        yield {**entry, "id": token_id}
+    # Not those of other roles: some models are padded with a word.
+    for name in (
+        named.text("bos_token"),
+        named.text("eos_token"),
+        *(config.get("additional_special_tokens") or ()),
+    ):
+        text = name.get("content") if isinstance(name, dict) else name
+        if isinstance(text, str) and text in ids:
+            yield {"id": ids[text], "content": text, "special": True}
 
 
 def _added_token(entry: JsonObject) -> AddedToken:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.errors import ModelLoadFailed
+from libs.text.context_length import max_context_length
 from services.worker.weights import (
     ARCHITECTURES,
     GEMMA3,
@@ -160,7 +161,7 @@ def _model_config(values: Mapping[str, Any], architecture: str, path: Path) -> M
         rope_scaling=_rope_scaling(rope, values, path),
         rms_norm_eps=float(values["rms_norm_eps"]),
         has_tied_embeddings=bool(values.get("tie_word_embeddings", False)),
-        max_position=int(values["max_position_embeddings"]),
+        max_position=int(max_context_length(values) or values["max_position_embeddings"]),
         layer_windows=windows,
         window_rope_theta=_window_rope_theta(window_rope, values, path),
         has_qkv_bias=has_bias or architecture == QWEN2,

@@ -62,6 +62,91 @@ def test_folder_files_say_what_ends_an_answer_and_how_long_it_may_be(smollm_fold
     assert dict(model_text.tokenizer.named_tokens.texts) == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 
+def test_merges_are_never_left_out_by_chance(small_tokenizer_json: dict[str, Any], tmp_path: Path) -> None:
+    model = small_tokenizer_json["model"] | {"dropout": 0.5}
+    tokenizer = load_model_text(write_folder(tmp_path, small_tokenizer_json | {"model": model})).tokenizer
+
+    seen = {tuple(tokenizer.encode("hello the world", allow_special=allows)) for allows in [True, False] * 20}
+
+    assert len(seen) == 1
+
+
+def test_tokens_that_only_the_tokenizers_config_declares_are_tokens(
+    small_tokenizer_json: dict[str, Any], tmp_path: Path
+) -> None:
+    # transformers adds them when it loads a folder; an end token that is plain text ends no answer.
+    size = len(small_tokenizer_json["model"]["vocab"])
+    flags = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    without_added = small_tokenizer_json | {"added_tokens": []}
+    declared = {
+        "eos_token": "</s>",
+        "pad_token": "he",
+        "additional_special_tokens": ["<s>", "<nowhere>"],
+        # The second is another token in tokenizer.json, the third lies beyond a gap.
+        "added_tokens_decoder": {
+            str(size): {"content": "<call>", **flags},
+            "3": {"content": "<strange>", **flags},
+            str(size + 9): {"content": "<far>", **flags},
+        },
+    }
+
+    model_text = load_model_text(write_folder(tmp_path, without_added, tokenizer_config=declared))
+
+    tokenizer = model_text.tokenizer
+    assert model_text.eos_token_ids == (2,)
+    assert tokenizer.encode("</s><call><s>", allow_special=True) == [2, size, 1]
+    assert tokenizer.vocab_size == size + 1
+    assert not tokenizer.is_special(tokenizer.encode("he", allow_special=True)[-1])
+
+
+@pytest.mark.parametrize("decoder", [{"x": {}}, {"3": {}}, {"3": 5}, [1]], ids=repr)
+def test_declared_tokens_that_are_none_are_refused(
+    small_tokenizer_json: dict[str, Any], tmp_path: Path, decoder: object
+) -> None:
+    folder = write_folder(tmp_path, small_tokenizer_json, tokenizer_config={"added_tokens_decoder": decoder})
+
+    with pytest.raises(ModelLoadFailed, match="another form"):
+        load_model_text(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # As Qwen 2.5 and Qwen 3 tell to serve 131,072 tokens.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"type": "yarn", "factor": 4.0}, 163840),
+        ({"rope_type": "linear", "factor": 2.0}, 81920),
+        # What says the stretched length already.
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}, 40960),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 40960),
+        ({"rope_type": "default"}, 40960),
+        ({"rope_type": "yarn", "factor": "4"}, 40960),
+        (None, 40960),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_stretched_positions_allow_a_longer_context(
+    small_tokenizer_json: dict[str, Any], tmp_path: Path, key: str, config: Any, expected: int
+) -> None:
+    # vllm-project/vllm derives the same; with the configuration's number alone long prompts are refused.
+    config = {"model_type": "qwen3", "max_position_embeddings": 40960, key: config}
+
+    model_text = load_model_text(write_folder(tmp_path, small_tokenizer_json, config=config))
+
+    assert model_text.max_model_len == expected
+
+
+def test_gemma_says_the_stretched_length(small_tokenizer_json: dict[str, Any], tmp_path: Path) -> None:
+    config = {
+        "model_type": "gemma3_text",
+        "max_position_embeddings": 131072,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+
+    assert load_model_text(write_folder(tmp_path, small_tokenizer_json, config=config)).max_model_len == 131072
+
+
 def test_a_folder_says_how_it_is_sampled_from(small_tokenizer_json: dict[str, Any], tmp_path: Path) -> None:
     said = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "max_new_tokens": 10}
     folder = write_folder(tmp_path / "said", small_tokenizer_json, generation_config=said)

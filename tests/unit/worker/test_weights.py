@@ -289,6 +289,13 @@ def test_llama3_scaling_is_read(tmp_path: Path) -> None:
     assert config.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 64)
 
 
+def test_a_stretched_context_is_served_whole(tmp_path: Path) -> None:
+    save_model(random_llama(), tmp_path)
+    edit_config(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0})
+
+    assert open_weights(tmp_path).config.max_position == 4 * 512
+
+
 def rounded_scale(scale: float | None) -> float | None:
     return None if scale is None else float(np.float32(scale))
 
