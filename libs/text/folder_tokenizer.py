@@ -15,6 +15,7 @@ import orjson
 from libs.errors import ModelLoadFailed
 from libs.text.context_length import max_context_length
 from libs.text.decoding import is_byte_token
+from libs.text.pointer_files import refuse_pointer
 from libs.text.tokenizer_definition import (
     MAX_MODEL_LEN,
     MAX_TOKENS,
@@ -142,6 +143,7 @@ def _read_object(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     try:
+        refuse_pointer(path)
         parsed = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise ModelLoadFailed(f"{path.parent.name}/{path.name} cannot be read: {error}.") from error

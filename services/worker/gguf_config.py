@@ -106,7 +106,8 @@ def read_gguf_config(
         num_kv_heads=int(metadata.optional("attention.head_count_kv") or num_heads),
         head_dim=_head_dim(metadata, hidden_size // num_heads),
         intermediate_size=int(metadata.required("feed_forward_length")),
-        vocab_size=int(metadata.optional("vocab_size") or vocab_size),
+        # Some files name the size of another version of the model; llama.cpp goes by what there is, too.
+        vocab_size=int(vocab_size or metadata.optional("vocab_size") or 0),
         rope_theta=float(metadata.optional("rope.freq_base") or 10_000.0),
         rope_scaling=_rope_scaling(metadata, frequency_factors),
         rms_norm_eps=float(metadata.required("attention.layer_norm_rms_epsilon")),

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from libs.errors import ModelLoadFailed
+from libs.text.pointer_files import refuse_pointer
 from services.worker.folder_config import read_folder_config, read_json
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -60,6 +61,7 @@ def _open_tensors(paths: list[Path]) -> dict[str, Any]:
     opened: dict[str, Any] = {}
     path_of: dict[str, Path] = {}
     for path in paths:
+        refuse_pointer(path)
         file: Any = safe_open(path, framework="pt")
         for name in file.keys():  # noqa: SIM118
             if name in opened:

@@ -29,7 +29,7 @@ from services.worker.weights import (
     YarnRopeScaling,
 )
 from tests.unit.worker.small_gguf import GgufType, write_gguf
-from tests.unit.worker.small_models import FAMILIES, WINDOW, random_llama, random_model, save_model
+from tests.unit.worker.small_models import FAMILIES, VOCAB_SIZE, WINDOW, random_llama, random_model, save_model
 
 
 def load_all(source: WeightSource) -> WeightReader:
@@ -390,6 +390,30 @@ def test_gguf_frequency_factors_are_read(tmp_path: Path) -> None:
     write_gguf(model, path, more_tensors={"rope_freqs.weight": torch.tensor(factors)})
 
     assert open_weights(path).config.rope_scaling == FrequencyFactors(tuple(factors))
+
+
+def test_the_vocabulary_of_a_gguf_is_as_large_as_its_embedding(tmp_path: Path) -> None:
+    # As in cool-japan/oxibonsai#1: the key said 151,936 and the embedding had 151,669 rows.
+    path = write_gguf(random_llama(), tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(path, "r+")
+    reader.fields["llama.vocab_size"].parts[-1][0] = VOCAB_SIZE + 3
+    reader.data.flush()
+
+    source = open_weights(path)
+
+    assert source.config.vocab_size == VOCAB_SIZE
+    load_all(source)
+
+
+def test_weights_that_git_left_behind_are_named(tmp_path: Path) -> None:
+    # What "header too large" of the safetensors library mostly means.
+    folder = save_model(random_llama(), tmp_path)
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n"
+    )
+
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is a pointer of Git LFS.*git lfs pull"):
+        open_weights(folder)
 
 
 def test_gguf_scalings_are_read(tmp_path: Path) -> None:
