@@ -30,6 +30,9 @@ from libs.text.tokenizer_definition import (
 # Any: these files have the schemas of the tokenizers and transformers libraries.
 JsonObject = Mapping[str, Any]
 
+# What the transformers library calls the template of all conversations, and that of those with tools.
+DEFAULT_TEMPLATE: Final = "default"
+TOOL_TEMPLATE: Final = "tool_use"
 _ROLES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _CONTROL_BRACKETS: Final = (("<|", "|>"), ("<｜", "｜>"))
 
@@ -43,7 +46,7 @@ class ModelFolder:
     tokenizer_config: JsonObject
     config: JsonObject
     generation_config: JsonObject
-    chat_template: str | None
+    chat_templates: Mapping[str, str]  # by name
 
     @classmethod
     def read(cls, path: Path) -> ModelFolder:
@@ -61,7 +64,7 @@ class ModelFolder:
             tokenizer_config=tokenizer_config,
             config=_read_object(path / "config.json"),
             generation_config=_read_object(path / "generation_config.json"),
-            chat_template=_chat_template(path, tokenizer_config),
+            chat_templates=_chat_templates(path, tokenizer_config),
         )
 
 
@@ -152,22 +155,35 @@ def _read_object(path: Path) -> JsonObject:
     return parsed
 
 
-def _chat_template(path: Path, tokenizer_config: JsonObject) -> str | None:
-    template_file = path / "chat_template.jinja"
-    if template_file.is_file():
-        try:
-            return template_file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelLoadFailed(f"{path.name}/{template_file.name} cannot be read: {error}.") from error
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        template = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
-    if template is not None and not isinstance(template, str):
+def _chat_templates(path: Path, tokenizer_config: JsonObject) -> Mapping[str, str]:
+    """Return the sources of the chat templates by name: files of their own, or what the configuration has."""
+    files = {
+        DEFAULT_TEMPLATE: path / "chat_template.jinja",
+        TOOL_TEMPLATE: path / "additional_chat_templates" / f"{TOOL_TEMPLATE}.jinja",
+    }
+    read = {name: _read_text(file, path) for name, file in files.items() if file.is_file()}
+    return read if DEFAULT_TEMPLATE in read else _configured_templates(path, tokenizer_config) | read
+
+
+def _read_text(file: Path, folder: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadFailed(f"{folder.name}/{file.name} cannot be read: {error}.") from error
+
+
+def _configured_templates(path: Path, tokenizer_config: JsonObject) -> dict[str, str]:
+    configured = tokenizer_config.get("chat_template")
+    if isinstance(configured, list):
+        entries = {str(one.get("name")): one.get("template") for one in configured if isinstance(one, dict)}
+        named = {name: entries.get(name) for name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE)}
+    else:
+        named = {DEFAULT_TEMPLATE: configured}
+    if not all(template is None or isinstance(template, str) for template in named.values()):
         raise ModelLoadFailed(
             f"The chat_template in {path.name}/tokenizer_config.json is neither a text nor a list of named texts."
         )
-    return template
+    return {name: template for name, template in named.items() if template is not None}
 
 
 def _vocabulary(model: JsonObject, name: str) -> tuple[list[str], list[float]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.errors import ModelLoadFailed
+from libs.errors import InvalidRequest, ModelLoadFailed
 from libs.text import ChatMessage, IncrementalDetokenizer, ModelText, load_model_text, tokenizer_digest
 from libs.text.chat_template import ChatTemplate
 from libs.text.gguf_tokenizer import merges_by_score
@@ -367,6 +369,57 @@ def test_template_file_wins_over_the_config_and_a_list_has_a_default(
     from_file = load_model_text(folder).chat_template.render(message, add_generation_prompt=True)
 
     assert (from_config, from_file) == ("D", "F")
+
+
+TOOL_USE = "T{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+def rendered(model_text: ModelText, tools: list[dict[str, Any]]) -> str:
+    tokenizer = model_text.tokenizer
+    ids = model_text.chat_template.render_token_ids(
+        [ChatMessage("user", "hello")], tokenizer, add_generation_prompt=True, tools=tools
+    )
+    return b"".join(map(tokenizer.token_bytes, ids)).decode().lstrip()
+
+
+def _listed(folder: Path) -> None:
+    listed = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": TOOL_USE}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+
+
+def _in_files(folder: Path) -> None:
+    # The configuration's does not count beside a file, as in transformers.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
+    (folder / "chat_template.jinja").write_text("D")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+
+
+@pytest.mark.parametrize("write", [_listed, _in_files])
+def test_requests_with_tools_have_a_template_of_their_own(
+    small_tokenizer_json: dict[str, Any], tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    folder = write_folder(tmp_path, small_tokenizer_json)
+    write(folder)
+
+    model_text = load_model_text(folder)
+
+    assert rendered(model_text, []) == "D"
+    assert rendered(model_text, TOOLS) == "Tlookhello"
+    assert model_text.chat_template.render([ChatMessage("user", "hello")], add_generation_prompt=True) == "D"
+
+
+def test_a_model_may_have_a_template_for_tools_alone(small_tokenizer_json: dict[str, Any], tmp_path: Path) -> None:
+    listed = [{"name": "tool_use", "template": TOOL_USE + "{{ mood }}"}]
+    folder = write_folder(tmp_path, small_tokenizer_json, tokenizer_config={"chat_template": listed})
+
+    model_text = load_model_text(folder)
+
+    assert rendered(model_text, TOOLS) == "Tlookhello"
+    assert model_text.chat_template.variables == {"mood"}
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        rendered(model_text, [])
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libs.errors import ModelLoadFailed
-from libs.text import ModelText, load_model_text
+from libs.text import ChatMessage, ModelText, load_model_text
 from tests.unit.text.small_models import byte_level_keys, write_gguf
 
 
@@ -71,6 +71,16 @@ def test_a_file_says_how_it_is_sampled_from(tmp_path: Path) -> None:
     said_by_file = load_model_text(write_gguf(tmp_path / "said.gguf", tokenizer=said)).sampling_defaults
 
     assert said_by_file == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+
+
+def test_a_file_may_have_a_template_for_requests_with_tools(tmp_path: Path) -> None:
+    templates = {"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "T{{ tools[0] }}"}
+    path = write_gguf(tmp_path / "small.gguf", tokenizer=byte_level_keys(), keys=templates)
+
+    template = load_model_text(path).chat_template
+
+    assert template.source == "D\nT{{ tools[0] }}"
+    assert template.render([ChatMessage("user", "hello")], add_generation_prompt=True) == "D"
 
 
 def test_end_tokens_are_all_that_the_file_names_and_the_well_known_ends_of_a_turn(tmp_path: Path) -> None:
