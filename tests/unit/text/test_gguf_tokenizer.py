@@ -88,12 +88,28 @@ def test_end_tokens_are_all_that_the_file_names_and_the_well_known_ends_of_a_tur
     model_text = load(
         tmp_path,
         token_list=[*keys["token_list"], "<|im_end|>", "<|eot_id|>"],
-        # The last one is ordinary text here, which ends nothing.
-        token_types=[*keys["token_types"], 3, 1],
+        token_types=[*keys["token_types"], 3, 3],
         eot_token_id=0,
     )
 
-    assert model_text.eos_token_ids == (1, 0, model_text.tokenizer.vocab_size - 2)
+    size = model_text.tokenizer.vocab_size
+    assert model_text.eos_token_ids == (1, 0, size - 2, size - 1)
+
+
+@pytest.mark.parametrize("kind", [1, 4])
+def test_the_end_of_a_turn_is_a_control_token_whatever_the_file_says(tmp_path: Path, kind: int) -> None:
+    # llama.cpp: "control-looking token was not control-type; this is probably a bug in the model".
+    keys = byte_level_keys()
+    model_text = load(
+        tmp_path, token_list=[*keys["token_list"], "<|im_end|>"], token_types=[*keys["token_types"], kind]
+    )
+
+    tokenizer = model_text.tokenizer
+    end_id = tokenizer.vocab_size - 1
+    assert model_text.eos_token_ids == (1, end_id)
+    assert tokenizer.is_special(end_id)
+    assert tokenizer.encode("<|im_end|>", allow_special=True) == [end_id]
+    assert end_id not in tokenizer.encode("<|im_end|>", allow_special=False)
 
 
 @pytest.mark.parametrize(
