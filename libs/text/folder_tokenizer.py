@@ -268,12 +268,19 @@ def _added_token(entry: JsonObject) -> AddedToken:
         token_id=entry["id"],
         text=text,
         # Some models forget the flag on their own control tokens; converters to GGUF go by the brackets, too.
-        is_special=entry.get("special", False) or _looks_like_control(text),
-        strips_left=entry.get("lstrip", False),
-        strips_right=entry.get("rstrip", False),
-        is_single_word=entry.get("single_word", False),
-        is_normalized=entry.get("normalized", False),
+        is_special=_flag(entry, "special") or _looks_like_control(text),
+        strips_left=_flag(entry, "lstrip"),
+        strips_right=_flag(entry, "rstrip"),
+        is_single_word=_flag(entry, "single_word"),
+        is_normalized=_flag(entry, "normalized"),
     )
+
+
+def _flag(entry: JsonObject, name: str) -> bool:
+    value = entry.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} of an added token must be true or false")
+    return value
 
 
 def _looks_like_control(text: str) -> bool:

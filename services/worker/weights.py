@@ -26,6 +26,8 @@ ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3)
 
 # More than any model has: what says more is damaged, and is not to be believed by anything that it would size.
 MAX_LAYERS = 4_096
+_MAX_POSITION = 2**31 - 1
+_MAX_SIZE = 2**24
 
 # Tensors that some files carry and that are derived from the configuration here.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -141,7 +143,7 @@ class ModelConfig:
                 f"The architecture {self.architecture!r} is not served; these are: {', '.join(ARCHITECTURES)}."
             )
         for name in _SIZES:
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) <= (_MAX_POSITION if name == "max_position" else _MAX_SIZE):
                 raise ModelLoadFailed(f"A model whose {name} is {getattr(self, name)} cannot be served.")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ModelLoadFailed(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly.")

@@ -101,7 +101,9 @@ def test_tokens_that_only_the_tokenizers_config_declares_are_tokens(
     assert not tokenizer.is_special(tokenizer.encode("he", allow_special=True)[-1])
 
 
-@pytest.mark.parametrize("decoder", [{"x": {}}, {"3": {}}, {"3": 5}, [1]], ids=repr)
+@pytest.mark.parametrize(
+    "decoder", [{"x": {}}, {"3": {}}, {"3": 5}, [1], {"1": {"content": "<s>", "special": 1}}], ids=repr
+)
 def test_declared_tokens_that_are_none_are_refused(
     small_tokenizer_json: dict[str, Any], tmp_path: Path, decoder: object
 ) -> None:

@@ -215,6 +215,11 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
         ({"num_hidden_layers": 10**12}, "1000000000000 layers"),
         ({"num_attention_heads": 0}, "num_heads is 0|cannot be understood"),
         ({"intermediate_size": -80}, "intermediate_size is -80"),
+        # Tables of so many values would take the memory before the weights are compared with it.
+        ({"head_dim": 2**31}, "head_dim is 2147483648"),
+        ({"head_dim": 10**30}, "head_dim is 1000"),
+        ({"vocab_size": 2**40}, "vocab_size is 1099511627776"),
+        ({"max_position_embeddings": 2**31}, "max_position is 2147483648"),
         ({"max_position_embeddings": 0}, "max_position is 0"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"hidden_size": float("inf")}, "cannot be understood"),
