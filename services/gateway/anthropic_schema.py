@@ -245,7 +245,12 @@ def parse_messages(body: Mapping[str, Any], model: ModelFacts) -> ValidMessages:
         "top_p": valid.top_p,
         "top_k": None if valid.top_k is None else min(valid.top_k, model.vocab_size),
     }
-    options = parse_generation_options(shared, vocab_size=model.vocab_size, max_output_tokens=valid.max_tokens)
+    options = parse_generation_options(
+        shared,
+        vocab_size=model.vocab_size,
+        max_output_tokens=valid.max_tokens,
+        defaults=model.sampling_defaults,
+    )
     options = replace(
         options,
         stop_strings=tuple(dict.fromkeys(valid.stop_sequences or ())),

@@ -81,6 +81,11 @@ class GatewayConfig:
         "auto",
         "Markers of the model's reasoning: auto (as its chat template has them), none, think or mistral.",
     )
+    generation_config: str = setting(
+        "auto",
+        "What sampling is where a request says nothing: auto (as the model's generation_config.json or GGUF file "
+        "says), or none (OpenAI's defaults).",
+    )
     block_size: int = setting(16, "Tokens in a KV block; must be the engines' own.", unit="tokens")
     default_max_tokens: int | None = setting(
         4096, "Output limit of a request that sets none; the room left in the context bounds it too.", unit="tokens"
@@ -190,6 +195,8 @@ class GatewayConfig:
         for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
             if getattr(self, name) not in (AUTO, NONE, *known):
                 raise ValueError(f"{name} must be {AUTO}, {NONE} or one of {', '.join(known)}.")
+        if self.generation_config not in (AUTO, NONE):
+            raise ValueError(f"generation_config must be {AUTO} or {NONE}.")
         if not 1 <= self.gateway_processes <= _MAX_PROCESSES:
             raise ValueError(f"gateway_processes must be between 1 and {_MAX_PROCESSES}.")
         if self.limit_lease_seconds < _MIN_CALLS_PER_LEASE * self.limit_timeout_seconds:
