@@ -123,6 +123,32 @@ async def test_a_head_that_comes_too_slowly_is_refused_and_an_idle_connection_is
     assert [answer.startswith(b"HTTP/1.1 200 ") for answer in answers] == [True, True]
 
 
+async def test_a_line_break_behind_a_request_begins_no_head() -> None:
+    """Old clients end a body with one that is no part of it, and send their next request whenever they have one."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(text=f"took {len(await request.read())}")
+
+    app = web.Application()
+    app.router.add_post("/", handle)
+    server = server_of(app, head_timeout_seconds=0.1)
+    reader, writer = await asyncio.open_connection(*await server.start())
+    question = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+    answers = []
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        for _ in range(2):
+            writer.write(question)
+            answers.append(await reader.readuntil(b"took 2"))
+            writer.write(b"\r\n")
+            # Longer than a head may take.
+            await asyncio.sleep(0.3)
+    writer.close()
+    await server.stop()
+
+    assert [answer.startswith(b"HTTP/1.1 200 ") for answer in answers] == [True, True]
+
+
 async def test_a_body_that_trickles_is_refused() -> None:
     limits = BodyLimits(max_bytes=1_000_000, timeout_seconds=0.2)
     refused: list[str] = []
