@@ -1,9 +1,10 @@
-"""A request without a token moves on when its engine fails; one with tokens does not."""
+"""A request moves on when its engine fails, with the tokens that it has."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -20,13 +21,17 @@ from libs.protogen.engine.v1 import engine_pb2
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.engine_streams import EngineStreams
 from services.gateway.failover import FailoverSettings, Generation, Generations
-from services.gateway.generation import ChoiceStep, GenerationFailed, GenerationFinished
+from services.gateway.generation import ChoiceStep, GenerationFinished
 from tests.fakes.fake_generation_engine import FakeGenerationEngine, Script
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.gateway.conftest import StartEngine, ask_of, directory_of, own_placements, submission
 
 SETTINGS = FailoverSettings(
-    max_retries=2, retry_placement_timeout_seconds=1.0, accept_timeout_seconds=0.3, suspicion_seconds=60.0
+    max_retries=2,
+    retry_placement_timeout_seconds=1.0,
+    accept_timeout_seconds=0.3,
+    suspicion_seconds=60.0,
+    patience_seconds=20.0,
 )
 
 
@@ -48,29 +53,35 @@ async def generation_on(
 ) -> Generation:
     directory = await directory_of(*engines)
     directories.append(directory)
-    generations = Generations(own_placements(directory, metrics), streams, SETTINGS)
+    generations = Generations(own_placements(directory, metrics), streams, SETTINGS, metrics)
     deadline = asyncio.get_running_loop().time() + timeout_seconds
     return generations.new(ask_of(engines[0]), submission(), deadline=deadline, news=asyncio.Event())
 
 
+RUNS: weakref.WeakKeyDictionary[Generation, asyncio.Task[None]] = weakref.WeakKeyDictionary()
+
+
 async def start(generation: Generation) -> ChoiceStep:
-    """Start and return what came first."""
-    await generation.start()
-    (step,) = generation.take()
+    """Run it and return what came first; raises what ended it before."""
+    run = RUNS[generation] = asyncio.create_task(generation.run())
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not (steps := generation.take()):
+            if run.done():
+                run.result()
+            await asyncio.sleep(0.001)
+    (step,) = steps
     return step
 
 
 async def read_rest(generation: Generation) -> list[int]:
+    """Return what one that was started brings until its end; raises what ended it."""
     token_ids: list[int] = []
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while True:
-            for step in generation.take():
-                token_ids += step.token_ids
-                if isinstance(step.end, GenerationFailed):
-                    raise step.end.error
-                if step.end is not None:
-                    return token_ids
-            await asyncio.sleep(0.001)
+        await asyncio.wait([RUNS[generation]])
+    for step in generation.take():
+        token_ids += step.token_ids
+    RUNS[generation].result()
+    return token_ids
 
 
 async def test_a_good_engine_serves_at_once(
@@ -137,7 +148,7 @@ async def test_an_engine_that_failed_one_request_does_not_get_each_of_the_next_f
     bad, good = await start_engine("bad", fault), await start_engine("good", Script(token_ids=[7]))
     directory = await directory_of(bad, good)
     directories.append(directory)
-    generations = Generations(own_placements(directory, metrics), streams, SETTINGS)
+    generations = Generations(own_placements(directory, metrics), streams, SETTINGS, metrics)
     num_retries = 0
     for number in range(24):
         request_id = f"r-{number}"
@@ -165,7 +176,7 @@ async def test_a_suspect_engine_serves_where_there_is_no_other(
     engine.scripts.append(Script(breaks_stream=True))
     directory = await directory_of(engine)
     directories.append(directory)
-    generations = Generations(own_placements(directory, metrics), streams, SETTINGS)
+    generations = Generations(own_placements(directory, metrics), streams, SETTINGS, metrics)
 
     for number in range(2):
         generation = generations.new(
@@ -227,7 +238,7 @@ async def test_retries_are_bounded(
     generation = await generation_on([engine], streams, metrics, directories)
 
     with pytest.raises(WorkerLost):
-        await generation.start()
+        await generation.run()
 
     assert len(engine.submits) == 3
 
@@ -242,27 +253,9 @@ async def test_an_error_of_the_request_is_not_retried(
     generation = await generation_on([engine], streams, metrics, directories)
 
     with pytest.raises(InvalidRequest):
-        await generation.start()
+        await generation.run()
 
     assert len(engine.submits) == 1
-
-
-async def test_after_the_first_token_the_loss_ends_the_request(
-    start_engine: StartEngine,
-    streams: EngineStreams,
-    metrics: GatewayMetrics,
-    directories: list[EngineDirectory],
-) -> None:
-    engine = await start_engine(script=Script(token_ids=[1], error=WorkerLost("gone")))
-    await start_engine("other", Script(token_ids=[9]))
-    generation = await generation_on([engine], streams, metrics, directories)
-
-    first = await start(generation)
-    with pytest.raises(WorkerLost):
-        await read_rest(generation)
-
-    assert first.token_ids == [1]
-    assert generation.num_retries == 0
 
 
 async def test_no_engine_at_all_is_said_with_a_time_to_come_back(
@@ -276,7 +269,7 @@ async def test_no_engine_at_all_is_said_with_a_time_to_come_back(
     generation = await generation_on([engine], streams, metrics, directories)
 
     with pytest.raises(NoEngineAvailable) as caught:
-        await generation.start()
+        await generation.run()
 
     assert caught.value.retry_after_seconds is not None
 
@@ -291,7 +284,7 @@ async def test_the_deadline_holds_before_the_first_token(
     silent = await generation_on([engine], streams, metrics, directories, timeout_seconds=0.2)
 
     with pytest.raises(DeadlineExceeded):
-        await silent.start()
+        await silent.run()
     silent.stop()
 
 
@@ -303,7 +296,7 @@ async def test_stopping_aborts_and_settles_with_counts(
 ) -> None:
     engine = await start_engine(script=Script(token_ids=[1, 2], hangs=True))
     generation = await generation_on([engine], streams, metrics, directories)
-    await generation.start()
+    await start(generation)
     assert not generation.has_ended
 
     generation.stop()
@@ -323,7 +316,7 @@ async def test_settling_does_not_wait_for_a_deaf_engine(
 ) -> None:
     engine = await start_engine(script=Script(is_deaf=True))
     generation = await generation_on([engine], streams, metrics, directories)
-    starting = asyncio.create_task(generation.start())
+    starting = asyncio.create_task(generation.run())
     await engine.wait_until(lambda: bool(engine.submits))
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
