@@ -7,7 +7,7 @@ grammar and draws, so the next token is the one that the lost engine would have 
 from __future__ import annotations
 
 import dataclasses
-import zlib
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -85,7 +85,8 @@ class Endurance:
         ran beside it. Those go on at different times, so that most have a token, and so are innocent, when the one
         at fault comes again.
         """
-        spread = zlib.crc32(f"{self.request_id}/{self._num_losses}".encode()) / 2**32
+        digest = hashlib.blake2b(f"{self.request_id}/{self._num_losses}".encode(), digest_size=4).digest()
+        spread = int.from_bytes(digest) / 2**32
         return (self._num_losses_in_row - 1) * spread * _MAX_SPREAD_SECONDS
 
     def pause_after_refusal(self, now: float) -> float | None:
