@@ -8,6 +8,10 @@ lie at random addresses, as they do after a while of serving. Times are the best
 steps are timed once more while N processes want a core now and then (``scripts.busy_neighbours``), and the mean is
 given as ``busy_ms``, with ``neighbour_wait_ms``: how long one of those waited for a core in the mean. A plot of
 times and floors is written to ``--plot``.
+
+Where the kernels multiply in tiles (AMX), some steps are timed with those for AVX512-BF16 as well, beside that
+instruction set's own peak (``vectors``): the rate of tiles in registers is many times as high, and no program that
+reads its inputs from memory comes near it.
 """
 
 from __future__ import annotations
@@ -115,9 +119,26 @@ class Probes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is timed: some steps with weights of one number format, by the kernels of one instruction set.
+
+    Empty ``kernels`` are the fastest for this processor.
+    """
+
+    weight_type: str
+    kernels: str
+    steps: tuple[Step, ...]
+
+
 STEPS = (
     *(Step(size, context, 1) for context in CONTEXTS for size in BATCHES),
     *(Step(1, count, count) for count in PREFILLS),
+)
+TILE_KERNELS, VECTOR_KERNELS = "amx_bf16", "avx512_bf16"
+# Timed beside tiles.
+VECTORS = Subject(
+    "bfloat16", VECTOR_KERNELS, (Step(1, 256, 1), Step(32, 256, 1), Step(1, 256, 256), Step(1, 1_000, 1_000))
 )
 
 
@@ -131,8 +152,11 @@ def main() -> None:
     source = open_weights(resolve_model_path(options.model))
     probes, timed = Probes(), list[Timed]()
     for weight_type in WEIGHT_TYPES:
-        timed += _measure(weight_type, extension, source, probes, options)
+        timed += _measure(Subject(weight_type, options.kernels, STEPS), extension, source, probes, options)
     result = _result(timed, probes, options)
+    if probes.kernels == TILE_KERNELS and VECTOR_KERNELS in extension.supported_kernels():
+        vector_probes = Probes()
+        result["vectors"] = _figures(_measure(VECTORS, extension, source, vector_probes, options), vector_probes)
     if options.plot:
         _plot(result, Path(options.plot))
         print(f"plot: {options.plot}", flush=True)
@@ -153,9 +177,9 @@ def _options() -> argparse.Namespace:
 
 
 def _measure(
-    weight_type: str, extension: Extension, source: WeightSource, probes: Probes, options: argparse.Namespace
+    subject: Subject, extension: Extension, source: WeightSource, probes: Probes, options: argparse.Namespace
 ) -> list[Timed]:
-    config = source.config
+    config, weight_type = source.config, subject.weight_type
     native = NativeForwardPass(
         extension,
         config,
@@ -163,7 +187,7 @@ def _measure(
         block_size=BLOCK_SIZE,
         num_threads=options.threads,
         quantization=WEIGHT_TYPES[weight_type],
-        kernels=options.kernels,
+        kernels=subject.kernels,
     )
     passes: list[ForwardPass] = [native]
     if options.torch and weight_type == "bfloat16":
@@ -174,7 +198,7 @@ def _measure(
     counter = WorkCounter(config, native.weight_sizes, kv_value_bytes=_DTYPE.itemsize)
     blocks = np.random.default_rng(0).permutation(num_blocks)
     timed: list[Timed] = []
-    for step in STEPS:
+    for step in subject.steps:
         probes.take(native.native_model)
         batch = make_batch(step.num_sequences, step.context, step.num_tokens_each, blocks)
         times = [_best_ms(partial(_step, forward_pass, batch), options.seconds) for forward_pass in passes]
@@ -185,7 +209,7 @@ def _measure(
         beside = f", torch {times[1]:.2f} ms" if times[1:] else ""
         if busy is not None:
             beside += f", beside busy processes {busy.step_ms:.2f} ms, they wait {busy.neighbour_wait_ms:.2f} ms"
-        print(f"{weight_type}, {step}: {times[0]:.2f} ms{beside}", flush=True)
+        print(f"{native.kernels}, {weight_type}, {step}: {times[0]:.2f} ms{beside}", flush=True)
     probes.take(native.native_model)
     return timed
 
@@ -194,6 +218,13 @@ def _result(timed: Sequence[Timed], probes: Probes, options: argparse.Namespace)
     return {
         "benchmark": "worker",
         "machine": {"cpu": cpu_model(), "num_cores": os.cpu_count(), "num_threads": options.threads},
+        **_figures(timed, probes),
+    }
+
+
+def _figures(timed: Sequence[Timed], probes: Probes) -> dict[str, Any]:
+    """Return what some kernels took, beside what the machine allows them."""
+    return {
         "kernels": probes.kernels,
         "bandwidth_gb_s": round(max(probes.bandwidths) / 1e9, 1),
         "bandwidth_probes_gb_s": [round(value / 1e9, 1) for value in probes.bandwidths],

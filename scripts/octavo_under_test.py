@@ -49,7 +49,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], run_file: Path) -> dict[
     while process.poll() is None and time.monotonic() < deadline:
         if run_file.exists():
             state: dict[str, Any] = json.loads(run_file.read_text())
-            if state["is_ready"]:
+            # The audit store is started last, and nothing waits for it.
+            if state["is_ready"] and all(child["pid"] for child in state["processes"].values()):
                 return state
         time.sleep(0.1)
     sys.exit("octavo up did not become ready.")

@@ -70,7 +70,7 @@ class EngineConfig:
         None, "Predicted time of a step at most while somebody decodes; prompts wait for it.", unit="seconds"
     )
     max_prefill_share: float = setting(
-        0.5,
+        0.34,
         "Share of a step for prompts while others run or wait, and of that share for one before a shorter one.",
         unit="fraction",
     )

@@ -187,10 +187,11 @@ class _Planner:
             command=self._tier("clickhouse", flags),
             address=self._clickhouse_url,
             probe=HttpGet("127.0.0.1", port, "/ping"),
+            # Telemetry spools until the store is there, and the model is loaded sooner without it.
+            start_after=tuple(_engine_name(number) for number in range(self._config.engines)),
             niceness=self._config.background_nice,
             stop_stage=StopStage.CLICKHOUSE,
             stop_grace_seconds=25.0,
-            # Telemetry spools until the store is there.
             gates_readiness=False,
         )
 
@@ -213,14 +214,15 @@ class _Planner:
         return f"worker-{number}" if len(self._ranks) == 1 else f"worker-{number}-{rank}"
 
     def _engine(self, number: int) -> ProcessPlan:
+        name = _engine_name(number)
         flags = {
-            "engine-id": f"engine-{number}",
-            "listen-address": self._address(f"engine-{number}"),
+            "engine-id": name,
+            "listen-address": self._address(name),
             "worker-addresses": ",".join(self._address(self._worker_name(number, rank)) for rank in self._ranks),
             "model-name": self._places.served_model_name,
             "redis-url": self._redis_url,
         }
-        return self._grpc_process("engine", f"engine-{number}", flags, StopStage.ENGINE, 40.0, needs_redis=True)
+        return self._grpc_process("engine", name, flags, StopStage.ENGINE, 40.0, needs_redis=True)
 
     def _router(self) -> ProcessPlan:
         flags = {
@@ -228,7 +230,7 @@ class _Planner:
             "redis-url": self._redis_url,
             # It could find them by their leases, but only at its next look: the first requests would all go to one.
             "engine-addresses": ",".join(
-                self._address(f"engine-{number}") for number in range(self._config.engines)
+                self._address(_engine_name(number)) for number in range(self._config.engines)
             ),
             # A try costs nothing on this machine, and the first request waits for the watch.
             "watch-backoff-max-seconds": "0.2",
@@ -360,6 +362,10 @@ class _Planner:
                     f"`octavo up` sets {tier}.{key.field} itself, so it cannot be set by {key.source}; "
                     "use the flags of `octavo up` (see `octavo up --help`) or start the tiers one by one."
                 )
+
+
+def _engine_name(number: int) -> str:
+    return f"engine-{number}"
 
 
 def _environ(tier: str, flags: Mapping[str, str]) -> dict[str, str]:

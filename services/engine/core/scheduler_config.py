@@ -74,7 +74,7 @@ class SchedulerConfig:
     watermark_fraction: float = 0.01
     aging_seconds: float = 30.0
     target_itl_seconds: float | None = None
-    max_prefill_share: float = 0.5
+    max_prefill_share: float = 0.34
     max_steps_in_flight: int = 1
     admission: Admission = Admission.PREDICTED_PEAK
     batching: Batching = Batching.CONTINUOUS

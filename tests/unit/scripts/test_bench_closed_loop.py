@@ -38,7 +38,7 @@ def test_a_client_alone_waits_for_its_own_prompt_only() -> None:
 def test_prompts_one_after_the_other_have_their_first_tokens_sooner_in_the_mean() -> None:
     load = Workload("long", 500, 2, concurrency=4, num_requests=4)
 
-    short_steps = simulate(CONFIG, load, TIMES, 0.008, num_seeds=2)
+    short_steps = simulate(replace(CONFIG, max_prefill_share=0.5), load, TIMES, 0.008, num_seeds=2)
     long_steps = simulate(
         replace(CONFIG, max_num_batched_tokens=2048, max_prefill_share=1.0), load, TIMES, 0.008, num_seeds=2
     )

@@ -245,9 +245,13 @@ def test_readiness_does_not_wait_for_the_audit_store() -> None:
 
 def test_every_dependency_is_a_process_of_the_plan() -> None:
     processes = _plan("--engines", "2").processes
-    names = {process.name for process in processes}
 
-    assert {name for process in processes for name in process.start_after} == {"valkey"} & names
+    assert {name for process in processes for name in process.start_after} <= {process.name for process in processes}
+
+
+def test_the_audit_store_leaves_the_cores_to_the_load_of_the_models() -> None:
+    assert _process(_plan("--engines", "2"), "clickhouse").start_after == ("engine-0", "engine-1")
+    assert _process(_plan(), "router").start_after == ("valkey",)
 
 
 def test_probes_a_wildcard_address_on_the_loopback_and_prints_what_was_asked_for() -> None:

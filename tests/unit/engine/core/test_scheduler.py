@@ -38,6 +38,7 @@ _CONFIG = SchedulerConfig(
     max_waiting_sequences=4,
     eos_token_ids=(),
     watermark_fraction=0.0,
+    max_prefill_share=0.5,
 )
 
 

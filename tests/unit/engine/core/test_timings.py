@@ -25,6 +25,7 @@ _CONFIG = SchedulerConfig(
     max_waiting_sequences=16,
     eos_token_ids=(),
     watermark_fraction=0.0,
+    max_prefill_share=0.5,
 )
 _BOUND_SECONDS = 0.1
 

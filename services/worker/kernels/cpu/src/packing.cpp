@@ -1,5 +1,6 @@
 #include "packing.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -31,14 +32,30 @@ int32_t rounded(float value) {
     return (int32_t)((uint32_t)bits - (uint32_t)zero_bits);
 }
 
+// A pair of inputs of one column is four bytes. Columns are read line by line, and what they make of one line each
+// stays in the first-level cache until all have written their parts of it.
 void pack_pairs(char* to, const bf16* const* columns, int64_t num_inputs) {
-    bf16* pairs = (bf16*)to;
-    for (int64_t input = 0; input < num_inputs; input += 2)
+    constexpr int64_t kLinePairs = 16;
+    constexpr int64_t kPairBytes = 2 * sizeof(bf16);
+    const int64_t num_whole_pairs = num_inputs / 2;
+    for (int64_t first = 0; first < num_whole_pairs; first += kLinePairs) {
+        const int64_t num_pairs = std::min(kLinePairs, num_whole_pairs - first);
         for (int i = 0; i < kPanelColumns; ++i) {
-            const bf16* column = columns[i];
-            *pairs++ = column ? column[input] : 0;
-            *pairs++ = column && input + 1 < num_inputs ? column[input + 1] : 0;
+            char* pair = to + (first * kPanelColumns + i) * kPairBytes;
+            const char* column = (const char*)columns[i];
+            uint32_t line[kLinePairs] = {};
+            if (column) std::memcpy(line, column + first * kPairBytes, (size_t)(num_pairs * kPairBytes));
+            for (int64_t k = 0; k < num_pairs; ++k)
+                std::memcpy(pair + k * kPanelColumns * kPairBytes, &line[k], kPairBytes);
         }
+    }
+    if (num_inputs % 2) {
+        bf16* pair = (bf16*)to + 2 * kPanelColumns * num_whole_pairs;
+        for (int i = 0; i < kPanelColumns; ++i) {
+            *pair++ = columns[i] ? columns[i][num_inputs - 1] : 0;
+            *pair++ = 0;
+        }
+    }
 }
 
 // Rotates blocks of inputs of all columns; values are [num_inputs][32].
