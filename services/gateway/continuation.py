@@ -39,12 +39,16 @@ def continued(submission: Submission, choices: Sequence[ChoiceProgress]) -> Subm
 
 
 def continued_ask(ask: PlacementAsk, choices: Sequence[ChoiceProgress]) -> PlacementAsk:
-    """Return what a router is asked: the output so far is to be computed like a prompt."""
+    """Return what a router is asked: the output so far is to be computed like a prompt.
+
+    Whoever watches a stream waits for it now, so it goes before those who have nothing yet.
+    """
     num_output_tokens = max((choice.num_received_tokens for choice in choices if choice.is_open), default=0)
     return dataclasses.replace(
         ask,
         num_prompt_tokens=ask.num_prompt_tokens + num_output_tokens,
         max_output_tokens=ask.max_output_tokens - num_output_tokens,
+        priority=ask.priority + (1 if num_output_tokens else 0),
     )
 
 

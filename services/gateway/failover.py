@@ -236,14 +236,17 @@ class Generation:
         try:
             request = self._submit_to(place)
             await self._wait_accepted(request)
-            await request.wait_begun()
-            if request.has_new_tokens or request.failure is None:
-                self._note_begun(place)
-            await request.wait_over()
-            if request.failure is not None:
-                raise request.failure
         except _RETRYABLE as error:
             return _Failure(place, error, tried_ns, request)
+        await request.wait_begun()
+        if request.has_new_tokens or request.failure is None:
+            self._note_begun(place)
+        await request.wait_over()
+        # One error may end many requests: raised by each it would keep all of them.
+        if isinstance(request.failure, _RETRYABLE):
+            return _Failure(place, request.failure, tried_ns, request)
+        if request.failure is not None:
+            raise request.failure
         return None
 
     def _submit_to(self, place: Place) -> EngineRequest:

@@ -107,6 +107,8 @@ class FakeGenerationEngine:
     state: engine_pb2.EngineState.ValueType = engine_pb2.ENGINE_STATE_READY
     default_script: Script = field(default_factory=Script)
     scripts: deque[Script] = field(default_factory=deque)
+    # Those of some requests, by their ids, whatever the others say.
+    scripts_by_request: dict[str, Script] = field(default_factory=dict)
     submits: list[generation_pb2.Submit] = field(default_factory=list)
     aborted_ids: list[str] = field(default_factory=list)
     # Requests of which single choices were aborted, and how many each time.
@@ -292,7 +294,9 @@ class _Stream:
     def _submit(self, submit: generation_pb2.Submit) -> None:
         engine = self._engine
         engine.submits.append(submit)
-        script = engine.scripts.popleft() if engine.scripts else engine.default_script
+        script = engine.scripts_by_request.get(submit.request_id)
+        if script is None:
+            script = engine.scripts.popleft() if engine.scripts else engine.default_script
         first = engine._next_handle
         engine._next_handle += len(submit.choices)
         num_choices = engine.num_choices_started or len(submit.choices)

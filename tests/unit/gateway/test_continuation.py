@@ -79,7 +79,7 @@ def test_the_prompts_log_probabilities_are_asked_for_until_they_have_come(
     assert asked.sampling_params.num_logprobs == 1
 
 
-def test_a_router_is_told_how_much_is_to_be_computed_like_a_prompt() -> None:
+def test_a_router_is_told_how_much_is_to_be_computed_like_a_prompt_and_that_somebody_waits() -> None:
     ask = PlacementAsk(
         request_id="r",
         tenant_id="t",
@@ -93,7 +93,8 @@ def test_a_router_is_told_how_much_is_to_be_computed_like_a_prompt() -> None:
 
     moved = continued_ask(ask, [done(0, [1] * 9), choice(1, [1] * 3), choice(2, [1] * 5)])
 
-    assert (moved.num_prompt_tokens, moved.max_output_tokens) == (15, 15)
+    assert (moved.num_prompt_tokens, moved.max_output_tokens, moved.priority) == (15, 15, 1)
+    assert continued_ask(ask, [choice(0, [])]) == ask
 
 
 def test_what_was_not_read_is_read_once_and_what_the_lost_engine_still_says_is_not() -> None:

@@ -63,7 +63,9 @@ async def generation_on(
     directories.append(directory)
     generations = Generations(own_placements(directory, metrics), streams, settings, metrics)
     deadline = asyncio.get_running_loop().time() + timeout_seconds
-    return generations.new(ask_of(engines[0]), submission(**fields), deadline=deadline, news=asyncio.Event())
+    asked = submission(**fields)
+    ask = ask_of(engines[0], asked.request_id)
+    return generations.new(ask, asked, deadline=deadline, news=asyncio.Event())
 
 
 RUNS: weakref.WeakKeyDictionary[Generation, asyncio.Task[None]] = weakref.WeakKeyDictionary()
@@ -689,3 +691,25 @@ async def test_the_deadline_holds_while_another_engine_is_looked_for(
 
     with pytest.raises(DeadlineExceeded):
         await read_choices(generation)
+
+
+async def test_one_that_kills_does_not_take_along_those_that_run_beside_it(
+    start_engine: StartEngine,
+    streams: EngineStreams,
+    metrics: GatewayMetrics,
+    directories: list[EngineDirectory],
+) -> None:
+    # It breaks the stream that they share before those that begin with it have a token.
+    engine = await start_engine(script=whole(first_delay_seconds=0.03))
+    engine.scripts_by_request["r-1"] = whole(0, first_delay_seconds=0.01, breaks_stream=True)
+    generations = [
+        await generation_on([engine], streams, metrics, directories, request_id=f"r-{number}")
+        for number in range(1, 8)
+    ]
+
+    killing, *others = await asyncio.gather(*map(read_choices, generations), return_exceptions=True)
+
+    assert isinstance(killing, EngineLost)
+    for other in others:
+        assert not isinstance(other, BaseException)
+        assert other[0] == {0: TOKEN_IDS}
