@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ import numpy as np
 
 from scripts.bad_requests import BadRequest, bad_requests
 from scripts.octavo_under_test import REPOSITORY, cpu_model
-from scripts.sse_load import Counts, Load, Stream, open_load, request_bytes
+from scripts.sse_load import Load, Stream, open_load, request_bytes
 
 _MODEL: Final = "smollm2-135m-instruct"
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -44,6 +45,7 @@ _NUM_NEIGHBOURS: Final = 64
 _WITHOUT_END: Final = 8_000  # tokens, more than any measurement takes
 _MEMORY_STREAMS: Final = 32
 _NUM_TTFT_TURNS: Final = 6
+_AFTER_ANSWER_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ def main() -> None:
     parser.add_argument("--requests-per-second", type=float, default=200.0, help="for the time to first token")
     parser.add_argument("--against", default="", help="folder of another checkout to measure in the same run")
     parser.add_argument("--only", nargs="*", default=["relay", "ttft", "bad_input"], help="parts to measure")
+    parser.add_argument("--bad-answers", type=int, default=5, help="times that each bad request is sent")
     parser.add_argument("--memory", type=int, default=0, help="only send so many requests and watch memory")
     parser.add_argument("--pin", action="store_true", help="gateways on the first core, all else on the others")
     parser.add_argument("--profile", default="", help="write a cProfile of the gateway to this file")
@@ -148,7 +151,7 @@ def _measure_relay(gateway: Gateway, num_streams: int, options: argparse.Namespa
         "added_ttft_p50_ms": _milliseconds(ttfts, 50),
         "added_ttft_p99_ms": _milliseconds(ttfts, 99),
         "num_probes": len(ttfts),
-        **_gaps(counts),
+        **_gaps(counts.gaps),
         "num_tokens": counts.num_tokens,
         "num_events": counts.num_events,
         "num_bytes": counts.num_bytes,
@@ -204,32 +207,52 @@ def _measure_ttfts(gateways: Sequence[Gateway], options: argparse.Namespace) -> 
 
 
 def _measure_bad_input(gateway: Gateway, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure how fast each bad request is answered, and the gaps of good streams meanwhile."""
+    """Measure how fast each bad request is answered, and the gaps of good streams meanwhile.
+
+    The same bytes sent to a process that only reads them (``control``) tell what they cost on this machine whoever
+    takes them: client, kernel and stub share its cores with the gateway.
+    """
     # Made beforehand: what keeps this process busy would look like a gap.
     requests = list(bad_requests(_MODEL))
-    with open_load("127.0.0.1", gateway.port) as load:
+    with _running_sink() as sink, open_load("127.0.0.1", gateway.port) as load:
         _begin_streams(load, _NUM_NEIGHBOURS)
         load.take_counts()
         load.run_until(time.perf_counter() + options.seconds)
-        undisturbed = _gaps(load.take_counts())
-        answers = {bad.name: _send_bad(load, bad) for bad in requests}
+        undisturbed = _gaps(load.take_counts().gaps)
+        answers = {
+            bad.name: {
+                "num_bytes": len(bad.raw),
+                **_send_bad(load, bad, options.bad_answers),
+                "control": _send_bad(load, bad, options.bad_answers, elsewhere=sink),
+            }
+            for bad in requests
+        }
         return {"neighbours": _NUM_NEIGHBOURS, "undisturbed": undisturbed, "answers": answers}
 
 
-def _send_bad(load: Load, bad: BadRequest) -> dict[str, Any]:
-    load.take_counts()
-    times = []
-    for _ in range(3):
-        stream = load.begin(bad.raw)
+def _send_bad(
+    load: Load, bad: BadRequest, num_answers: int, *, elsewhere: tuple[str, int] | None = None
+) -> dict[str, Any]:
+    """Send a bad request some times; neighbours' gaps are those from each one until a while after its answer."""
+    answer_ms, gap_p99_ms, gaps = list[float](), list[float](), list[float]()
+    for _ in range(num_answers):
+        load.take_counts()
+        stream = load.begin(bad.raw, elsewhere=elsewhere)
         load.run_until(time.perf_counter() + _ANSWER_SECONDS, functools.partial(_has_ended, stream))
         assert stream.ended_at is not None, f"{bad.name} was not answered"
-        times.append(stream.ended_at - stream.sent_at)
-        load.run_until(time.perf_counter() + 0.2)
+        answer_ms.append(round(1e3 * (stream.ended_at - stream.sent_at), 2))
+        load.run_until(time.perf_counter() + _AFTER_ANSWER_SECONDS)
+        counts = load.take_counts()
+        gap_p99_ms.append(_milliseconds(counts.gaps, 99))
+        gaps += counts.gaps
     return {
         "status": stream.status,
-        "num_bytes": len(bad.raw),
-        "answer_ms": [round(1e3 * seconds, 2) for seconds in times],
-        "neighbours": _gaps(load.take_counts()),
+        "answer_median_ms": statistics.median(answer_ms),
+        "gap_p99_median_ms": statistics.median(gap_p99_ms),
+        "gap_p99_max_ms": max(gap_p99_ms),
+        "answer_ms": answer_ms,
+        "gap_p99_ms": gap_p99_ms,
+        "neighbours": _gaps(gaps),
     }
 
 
@@ -322,11 +345,11 @@ def _request(number: int, max_tokens: int) -> bytes:
     return request_bytes(json.dumps(body).encode())
 
 
-def _gaps(counts: Counts) -> dict[str, Any]:
+def _gaps(gaps: Sequence[float]) -> dict[str, float]:
     return {
-        "gap_p50_ms": _milliseconds(counts.gaps, 50),
-        "gap_p99_ms": _milliseconds(counts.gaps, 99),
-        "gap_max_ms": _milliseconds(counts.gaps, 100),
+        "gap_p50_ms": _milliseconds(gaps, 50),
+        "gap_p99_ms": _milliseconds(gaps, 99),
+        "gap_max_ms": _milliseconds(gaps, 100),
     }
 
 
@@ -341,6 +364,14 @@ def running_stub(rate: float) -> Iterator[str]:
     with _running(command, REPOSITORY, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None, "asked for a pipe"
         yield json.loads(process.stdout.readline())["address"]
+
+
+@contextmanager
+def _running_sink() -> Iterator[tuple[str, int]]:
+    """Run what only reads requests; gives its address."""
+    with _running([sys.executable, "-m", "scripts.byte_sink"], REPOSITORY, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None, "asked for a pipe"
+        yield "127.0.0.1", json.loads(process.stdout.readline())["port"]
 
 
 @contextmanager

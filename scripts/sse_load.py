@@ -67,9 +67,12 @@ class Load:
         self.counts = Counts()
         self.on_end: Callable[[Stream], None] = lambda stream: None
 
-    def begin(self, request: bytes) -> Stream:
-        """Send a request over an idle connection, or a new one."""
-        stream = self._idle.pop() if self._idle else self._connect()
+    def begin(self, request: bytes, *, elsewhere: tuple[str, int] | None = None) -> Stream:
+        """Send a request over an idle connection, or a new one; to another address where one is given."""
+        if elsewhere is not None:
+            stream = self._connect(elsewhere)
+        else:
+            stream = self._idle.pop() if self._idle else self._connect(self._address)
         stream.first_at = stream.ended_at = None
         stream.head = stream.tail = b""
         stream.sent_at = stream.last_at = time.perf_counter()
@@ -99,8 +102,8 @@ class Load:
             key.data.connection.close()
         self._selector.close()
 
-    def _connect(self) -> Stream:
-        connection = socket.create_connection(self._address)
+    def _connect(self, address: tuple[str, int]) -> Stream:
+        connection = socket.create_connection(address)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         stream = Stream(connection)

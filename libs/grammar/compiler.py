@@ -8,6 +8,7 @@ must not know requests or samplers.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -27,13 +28,20 @@ from libs.text import Tokenizer
 # Between the tokens of JSON: a line break and indentation at most, so that a model cannot go on with white space.
 WHITE_SPACE: Final = r"\n?[ ]{0,16}"
 JSON_OPTIONS: Final[llguidance._lib.JsonCompileOptions] = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
-# In llguidance's units of work, up to 50,000 to a millisecond: they bound the time of a compilation and of a mask
-# the same on every machine, so that what a gateway has compiled a worker compiles too. A unit can be a state that
-# is kept, of some 80 bytes: with 5,000,000 each of ``a{1000000}`` and its like took 2 s and 380 MB.
+# In llguidance's units of work, 10,000 to 50,000 to a millisecond: they bound the time of a compilation and of a
+# mask, for which all sequences of its step wait, the same on every machine, so that what a gateway has compiled a
+# worker compiles too. A unit can be a state that is kept, of some 80 bytes: with 5,000,000 each of ``a{1000000}``
+# and its like took 2 s and 380 MB.
 _LIMITS: Final = llguidance.LLParserLimits(
-    initial_lexer_fuel=500_000, step_lexer_fuel=1_000_000, max_grammar_size=500_000, verbose_errors=False
+    initial_lexer_fuel=500_000, step_lexer_fuel=400_000, max_grammar_size=500_000, verbose_errors=False
 )
+# Otherwise each mask first finds all that can only come in one way, however long: 20 ms for a constant of 100,000
+# characters, 110 ms for a grammar of such. Of options that are said twice the last count; the empty lines keep
+# these out of what an error shows of a text.
+_OPTIONS: Final = '\n\n\n%llguidance {"no_forcing": true}\n'
 _MAX_KNOWN_GRAMMARS: Final = 32
+# The empty lines of it, where an error shows the end of a text.
+_EMPTY_LINES: Final = re.compile(r"(\n +\d+ \| )+\n*\Z")
 _MAX_REASON_CHARACTERS: Final = 500
 
 
@@ -123,7 +131,12 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         compiled = CompiledGrammar(
-            llguidance.LLMatcher(self._vocabulary, _source_of(grammar), log_level=0, limits=_LIMITS),
+            llguidance.LLMatcher(
+                self._vocabulary,
+                llguidance.LLMatcher.grammar_from_lark(_lark_of(grammar) + _OPTIONS),
+                log_level=0,
+                limits=_LIMITS,
+            ),
             self._num_words,
             self._end_token_ids,
         )
@@ -134,7 +147,7 @@ class GrammarCompiler:
             if not mask.any():
                 raise InvalidRequest(f"The {_NAMES[grammar.form]} allows no output, or none that can be found.")
         if compiled.failure is not None:
-            reason = compiled.failure
+            reason = _EMPTY_LINES.sub("\n", compiled.failure)
             if grammar.form is GrammarForm.JSON_SCHEMA:
                 reason = explained(grammar.text, reason)
             raise InvalidRequest(
@@ -169,19 +182,18 @@ class _Vocabulary:
         return self._tokenizer.encode(text, allow_special=False)
 
 
-def _source_of(grammar: Grammar) -> str:
-    """Return the grammar in llguidance's own words."""
-    matcher = llguidance.LLMatcher
+def _lark_of(grammar: Grammar) -> str:
+    """Return the grammar in llguidance's form of Lark."""
     match grammar.form:
         case GrammarForm.JSON_SCHEMA:
-            return matcher.grammar_from_json_schema(compiler_schema(orjson.loads(grammar.text)))
+            return f"start: %json {compiler_schema(orjson.loads(grammar.text))}"
         case GrammarForm.REGEX:
             # A digit is one of ten, as in JSON, not any of Unicode's.
-            return matcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(grammar.text, 'd')}/")
+            return f"start: /{llguidance.regex_to_lark(grammar.text, 'd')}/"
         case GrammarForm.LARK:
-            return matcher.grammar_from_lark(grammar.text)
+            return grammar.text
         case GrammarForm.CHOICE:
-            return matcher.grammar_from_lark("start: " + " | ".join(map(lark_literal, grammar.texts)))
+            return "start: " + " | ".join(map(lark_literal, grammar.texts))
 
 
 def compiler_schema(schema: Mapping[str, Any]) -> str:  # Any: a JSON document.

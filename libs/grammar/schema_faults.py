@@ -13,13 +13,17 @@ import orjson
 
 from libs.grammar.schema_parts import schemas_in
 
+# The compiler is given a schema as a part of a grammar, of which nobody else knows.
+_AROUND_REASON: Final = re.compile(
+    r"^at 1\(\d+\): failed to compile JSON schema: |\n +1 \| start: %json .*", re.DOTALL
+)
 _UNIMPLEMENTED: Final = re.compile(r'Unimplemented keys: \["([^"]+)"')
 _UNKNOWN_FORMAT: Final = re.compile(r"Unknown format: (.+?)\.?$", re.MULTILINE)
 
 
 def explained(schema_text: str, reason: str) -> str:
     """Return the compiler's reason with the place of what it is about, where that can be told."""
-    schema = orjson.loads(schema_text)
+    schema, reason = orjson.loads(schema_text), _AROUND_REASON.sub("", reason)
     if match := _UNIMPLEMENTED.search(reason):
         keyword = match[1]
         return f"the keyword {keyword!r}{_place(schema, lambda part: keyword in part)} is not supported"

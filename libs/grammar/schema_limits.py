@@ -22,8 +22,9 @@ from libs.grammar.schema_parts import schemas_in
 MAX_SCHEMA_DEPTH: Final = 64
 MAX_SCHEMA_LEVELS: Final = 1024
 MAX_JOINED_PATTERNS: Final = 8
-# Beside bounds larger ones make more states than a step may have, and every answer ends in an error.
+# Larger ones make more states than a step may have, beside bounds earlier, and every answer ends in an error.
 MAX_MULTIPLE_OF: Final = 32_768
+MAX_BOUNDED_MULTIPLE_OF: Final = 16_384
 
 _LOWER_BOUNDS: Final = ("minimum", "exclusiveMinimum")
 _BOUNDS: Final = (*_LOWER_BOUNDS, "maximum", "exclusiveMaximum")
@@ -162,8 +163,11 @@ def _check_numbers(path: str, part: Mapping[str, Any]) -> None:
                 f"The {keyword!r} at {path!r} cannot be held exactly; integers from -(2**53) to 2**53 can."
             )
     multiple = part.get("multipleOf", 0)
-    if type(multiple) in (int, float) and multiple > MAX_MULTIPLE_OF:
-        raise InvalidRequest(f"The 'multipleOf' at {path!r} is more than {MAX_MULTIPLE_OF}.")
+    is_bounded = any(keyword in part for keyword in _BOUNDS)
+    max_multiple = MAX_BOUNDED_MULTIPLE_OF if is_bounded else MAX_MULTIPLE_OF
+    if type(multiple) in (int, float) and multiple > max_multiple:
+        beside = " beside bounds" if is_bounded else ""
+        raise InvalidRequest(f"The 'multipleOf' at {path!r} is more than {max_multiple}{beside}.")
     options = part.get("enum")
     for value in (part.get("const"), *(options if isinstance(options, list) else ())):
         if type(value) in (int, float) and abs(value) >= 2 * _INTEGER_LIMIT:

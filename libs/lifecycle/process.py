@@ -14,6 +14,7 @@ from contextlib import suppress
 import uvloop
 
 from libs.errors import OctavoError
+from libs.lifecycle.heartbeat import beat, take_descriptor
 from libs.obs import get_logger
 
 # Set by the supervisor to its process id for its children.
@@ -30,6 +31,8 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.draining = asyncio.Event()
+        # Runs as long as the event loop does; a task that nobody holds may be collected.
+        self.beating: asyncio.Task[None] | None = None
 
     async def wait_for_shutdown(self) -> None:
         """Return when the process is asked to stop."""
@@ -46,10 +49,13 @@ def run(main: Callable[[Lifecycle], Coroutine[None, None, None]], *, tier: str) 
     """Run ``main`` on uvloop until it returns, and exit non-zero with one clear line when it fails."""
     _die_with_parent()
     _allow_open_files()
+    heartbeat_fd = take_descriptor(os.environ)
     log = get_logger(tier)
 
     async def under_signals() -> None:
         lifecycle = Lifecycle()
+        if heartbeat_fd is not None:
+            lifecycle.beating = asyncio.create_task(beat(heartbeat_fd))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lifecycle.on_signal)

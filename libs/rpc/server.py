@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from libs.errors import InternalError
 from libs.rpc.calls import MAX_MESSAGE_BYTES
+from libs.rpc.message_guard import MessageGuard
 
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -49,7 +50,7 @@ class RpcServer:
         self.address = address
         # Two processes must never share a port by accident.
         options = (*_SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port)))
-        self._server = grpc.aio.server(interceptors=list(interceptors), options=options)
+        self._server = grpc.aio.server(interceptors=[MessageGuard(), *interceptors], options=options)
         self._service_names = [registration.service_name for registration in registrations]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -72,11 +73,13 @@ class RpcServer:
 
     async def set_serving(self, is_serving: bool) -> None:
         """Tell health watchers whether the services take calls."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
         for name in ["", *self._service_names]:
-            await self._health.set(name, status)
+            await self.set_health(name, is_serving=is_serving)
+
+    async def set_health(self, name: str, *, is_serving: bool) -> None:
+        """Tell those who watch the health of ``name``, a service or whatever else they know, how it is."""
+        statuses = health_pb2.HealthCheckResponse
+        await self._health.set(name, statuses.SERVING if is_serving else statuses.NOT_SERVING)
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, let open ones run for ``grace_seconds``, then cancel them."""

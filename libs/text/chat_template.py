@@ -34,7 +34,7 @@ _GIVEN_NAMES: Final = frozenset(
 _NO_VARIABLES: Final[Mapping[str, Any]] = {}
 
 
-def _do_nothing() -> None:
+def do_nothing() -> None:
     """Stand in where nobody wants to be called."""
 
 
@@ -77,7 +77,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = _NO_VARIABLES,
-        on_rendered: Callable[[], None] = _do_nothing,
+        on_rendered: Callable[[], None] = do_nothing,
     ) -> list[int]:
         """Return the conversation as token ids; the text of a control token in what a client gives stays text.
 
@@ -162,7 +162,7 @@ class MissingChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = _NO_VARIABLES,
-        on_rendered: Callable[[], None] = _do_nothing,
+        on_rendered: Callable[[], None] = do_nothing,
     ) -> NoReturn:
         """Refuse."""
         raise _no_template()

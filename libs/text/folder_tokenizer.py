@@ -5,7 +5,7 @@ Owns which file of a folder says what, and which wins when two do. It must not k
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,9 @@ from typing import Any, Final
 import orjson
 
 from libs.errors import ModelLoadFailed
+from libs.text.context_length import max_context_length
 from libs.text.decoding import is_byte_token
+from libs.text.pointer_files import refuse_pointer
 from libs.text.tokenizer_definition import (
     MAX_MODEL_LEN,
     MAX_TOKENS,
@@ -28,6 +30,9 @@ from libs.text.tokenizer_definition import (
 # Any: these files have the schemas of the tokenizers and transformers libraries.
 JsonObject = Mapping[str, Any]
 
+# What the transformers library calls the template of all conversations, and that of those with tools.
+DEFAULT_TEMPLATE: Final = "default"
+TOOL_TEMPLATE: Final = "tool_use"
 _ROLES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _CONTROL_BRACKETS: Final = (("<|", "|>"), ("<｜", "｜>"))
 
@@ -41,7 +46,7 @@ class ModelFolder:
     tokenizer_config: JsonObject
     config: JsonObject
     generation_config: JsonObject
-    chat_template: str | None
+    chat_templates: Mapping[str, str]  # by name
 
     @classmethod
     def read(cls, path: Path) -> ModelFolder:
@@ -59,7 +64,7 @@ class ModelFolder:
             tokenizer_config=tokenizer_config,
             config=_read_object(path / "config.json"),
             generation_config=_read_object(path / "generation_config.json"),
-            chat_template=_chat_template(path, tokenizer_config),
+            chat_templates=_chat_templates(path, tokenizer_config),
         )
 
 
@@ -75,14 +80,14 @@ def folder_tokenizer_definition(
         return _definition(folder, prompt_prefix_token_ids)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ModelLoadFailed(
-            f"The tokenizer.json of {folder.path.name} has a part of another form than a tokenizer has: {error}."
+            f"The tokenizer of {folder.path.name} has a part of another form than a tokenizer has: {error}."
         ) from error
 
 
 def _definition(folder: ModelFolder, prompt_prefix_token_ids: tuple[int, ...]) -> TokenizerDefinition:
     model = folder.tokenizer.get("model") or {}
-    added_tokens = [_added_token(entry) for entry in folder.tokenizer.get("added_tokens") or ()]
     texts, scores = _vocabulary(model, folder.path.name)
+    added_tokens = _added_tokens(folder, texts)
     by_id = dict(enumerate(texts)) | {token.token_id: token.text for token in added_tokens}
     token_texts = [by_id.get(token_id, "") for token_id in range(_num_ids(by_id))]
     unknown_text = _unknown_text(model, token_texts)
@@ -129,9 +134,9 @@ def folder_eos_token_ids(folder: ModelFolder, definition: TokenizerDefinition) -
 def folder_max_model_len(folder: ModelFolder) -> int:
     """Return the longest context that the model was made for, in tokens."""
     text_config = folder.config.get("text_config")
-    max_model_len = folder.config.get("max_position_embeddings")
+    max_model_len = max_context_length(folder.config)
     if not max_model_len and isinstance(text_config, dict):
-        max_model_len = text_config.get("max_position_embeddings")
+        max_model_len = max_context_length(text_config)
     if type(max_model_len) is not int or not 0 < max_model_len <= MAX_MODEL_LEN:
         raise ModelLoadFailed(f"The config.json of {folder.path.name} has no max_position_embeddings; add it.")
     return max_model_len
@@ -141,6 +146,7 @@ def _read_object(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     try:
+        refuse_pointer(path)
         parsed = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise ModelLoadFailed(f"{path.parent.name}/{path.name} cannot be read: {error}.") from error
@@ -149,22 +155,35 @@ def _read_object(path: Path) -> JsonObject:
     return parsed
 
 
-def _chat_template(path: Path, tokenizer_config: JsonObject) -> str | None:
-    template_file = path / "chat_template.jinja"
-    if template_file.is_file():
-        try:
-            return template_file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelLoadFailed(f"{path.name}/{template_file.name} cannot be read: {error}.") from error
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        template = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
-    if template is not None and not isinstance(template, str):
+def _chat_templates(path: Path, tokenizer_config: JsonObject) -> Mapping[str, str]:
+    """Return the sources of the chat templates by name: files of their own, or what the configuration has."""
+    files = {
+        DEFAULT_TEMPLATE: path / "chat_template.jinja",
+        TOOL_TEMPLATE: path / "additional_chat_templates" / f"{TOOL_TEMPLATE}.jinja",
+    }
+    read = {name: _read_text(file, path) for name, file in files.items() if file.is_file()}
+    return read if DEFAULT_TEMPLATE in read else _configured_templates(path, tokenizer_config) | read
+
+
+def _read_text(file: Path, folder: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadFailed(f"{folder.name}/{file.name} cannot be read: {error}.") from error
+
+
+def _configured_templates(path: Path, tokenizer_config: JsonObject) -> dict[str, str]:
+    configured = tokenizer_config.get("chat_template")
+    if isinstance(configured, list):
+        entries = {str(one.get("name")): one.get("template") for one in configured if isinstance(one, dict)}
+        named = {name: entries.get(name) for name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE)}
+    else:
+        named = {DEFAULT_TEMPLATE: configured}
+    if not all(template is None or isinstance(template, str) for template in named.values()):
         raise ModelLoadFailed(
             f"The chat_template in {path.name}/tokenizer_config.json is neither a text nor a list of named texts."
         )
-    return template
+    return {name: template for name, template in named.items() if template is not None}
 
 
 def _vocabulary(model: JsonObject, name: str) -> tuple[list[str], list[float]]:
@@ -207,18 +226,61 @@ def _token_types(
     return types
 
 
+def _added_tokens(folder: ModelFolder, texts: Sequence[str]) -> list[AddedToken]:
+    """Return what tokenizer.json adds, and what only tokenizer_config.json knows to be a token of its own.
+
+    As in transformers: with its end token plain text an answer of such a model would never end.
+    """
+    added = [_added_token(entry) for entry in folder.tokenizer.get("added_tokens") or ()]
+    ids = {text: token_id for token_id, text in enumerate(texts) if text}
+    ids |= {token.text: token.token_id for token in added}
+    known_texts, next_id = {token.text for token in added}, max(len(texts), 1 + max(ids.values(), default=-1))
+    for entry in _declared_tokens(folder, ids):
+        token = _added_token(entry)
+        # One that is not in the vocabulary comes behind it; what contradicts tokenizer.json does not count.
+        if token.text not in known_texts and ids.get(token.text, next_id) == token.token_id:
+            added.append(token)
+            known_texts.add(token.text)
+            next_id = max(next_id, token.token_id + 1)
+    return added
+
+
+def _declared_tokens(folder: ModelFolder, ids: Mapping[str, int]) -> Iterator[JsonObject]:
+    """Yield tokens that tokenizer_config.json declares, in the form of tokenizer.json."""
+    config, named = folder.tokenizer_config, _named_tokens(folder)
+    decoder = {int(token_id): entry for token_id, entry in (config.get("added_tokens_decoder") or {}).items()}
+    for token_id, entry in sorted(decoder.items()):
+        yield {**entry, "id": token_id}
+    # Not those of other roles: some models are padded with a word.
+    for name in (
+        named.text("bos_token"),
+        named.text("eos_token"),
+        *(config.get("additional_special_tokens") or ()),
+    ):
+        text = name.get("content") if isinstance(name, dict) else name
+        if isinstance(text, str) and text in ids:
+            yield {"id": ids[text], "content": text, "special": True}
+
+
 def _added_token(entry: JsonObject) -> AddedToken:
     text = checked_added_text(entry["content"])
     return AddedToken(
         token_id=entry["id"],
         text=text,
         # Some models forget the flag on their own control tokens; converters to GGUF go by the brackets, too.
-        is_special=entry.get("special", False) or _looks_like_control(text),
-        strips_left=entry.get("lstrip", False),
-        strips_right=entry.get("rstrip", False),
-        is_single_word=entry.get("single_word", False),
-        is_normalized=entry.get("normalized", False),
+        is_special=_flag(entry, "special") or _looks_like_control(text),
+        strips_left=_flag(entry, "lstrip"),
+        strips_right=_flag(entry, "rstrip"),
+        is_single_word=_flag(entry, "single_word"),
+        is_normalized=_flag(entry, "normalized"),
     )
+
+
+def _flag(entry: JsonObject, name: str) -> bool:
+    value = entry.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} of an added token must be true or false")
+    return value
 
 
 def _looks_like_control(text: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from libs.errors import ModelLoadFailed
+from libs.text.pointer_files import refuse_pointer
 
 GgufScalar = str | int | float | bool
 GgufValue = GgufScalar | tuple[GgufScalar, ...]
@@ -83,6 +84,7 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read the metadata of the GGUF file at ``path``."""
     try:
+        refuse_pointer(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             values = _HeaderParser(data, path).parse()
     except OSError as error:

@@ -62,13 +62,9 @@ def gguf_tokenizer_definition(header: GgufHeader) -> TokenizerDefinition:
 
 def gguf_eos_token_ids(header: GgufHeader) -> tuple[int, ...]:
     """Return the ids that end an answer, the file's own end token first."""
-    texts, types = _vocabulary(header)
+    texts, _ = _vocabulary(header)
     named = [token_id for key in _END_KEYS if (token_id := _token_id(header, key, len(texts))) is not None]
-    known = [
-        token_id
-        for token_id, text in enumerate(texts)
-        if text in _END_OF_TURN_TEXTS and types[token_id] == TokenType.CONTROL
-    ]
+    known = [token_id for token_id, text in enumerate(texts) if text in _END_OF_TURN_TEXTS]
     return tuple(dict.fromkeys([*named, *known]))
 
 
@@ -165,10 +161,14 @@ def _vocabulary(header: GgufHeader) -> tuple[Sequence[str], Sequence[int]]:
         raise ModelLoadFailed(f"{header.path.name} has no vocabulary (tokenizer.ggml.tokens).")
     types = header.numbers("tokenizer.ggml.token_type")
     if types is None:
-        return texts, [TokenType.NORMAL] * len(texts)
+        types = (TokenType.NORMAL,) * len(texts)
     if len(types) != len(texts) or not set(types) <= set(TokenType):
         raise ModelLoadFailed(f"{header.path.name} has no valid type for each token (tokenizer.ggml.token_type).")
-    return texts, [int(kind) for kind in types]
+    return texts, [
+        # Some converters forget what these are. As plain text they would end no turn; llama.cpp corrects it, too.
+        int(TokenType.CONTROL if text in _END_OF_TURN_TEXTS else kind)
+        for text, kind in zip(texts, types, strict=True)
+    ]
 
 
 def _merge_pair(merge: str, header: GgufHeader) -> tuple[str, str]:

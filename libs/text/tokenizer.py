@@ -101,7 +101,11 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         definition = folder_tokenizer_definition(folder, _prompt_prefix_of(backend))
-        return cls(definition, backend.model)
+        model = backend.model
+        if isinstance(model, models.BPE):
+            # For training, too: a text would have other tokens each time.
+            model.dropout = None
+        return cls(definition, model)
 
     @property
     def definition(self) -> TokenizerDefinition:

@@ -27,7 +27,7 @@ from services.gateway.reasoning_fields import check_reasoning_limit, switch_vari
 from services.gateway.tools import (
     MAX_TOOLS,
     FunctionDescription,
-    FunctionName,
+    LongFunctionName,
     ToolChoice,
     ToolUse,
     check_results,
@@ -79,7 +79,7 @@ class ToolUseBlock(_Block, tag="tool_use", frozen=True):
     """A call of a tool, the assistant's."""
 
     id: _Id
-    name: FunctionName
+    name: LongFunctionName
     input: dict[str, Any]
     cache_control: CacheControl | None = None
     caller: None = None
@@ -108,7 +108,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class ToolBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A function that the model may call; ``input_schema`` is enforced whether it is strict or not."""
 
-    name: FunctionName
+    name: LongFunctionName
     input_schema: dict[str, Any]
     description: FunctionDescription | None = None
     type: Literal["custom"] | None = None
@@ -133,7 +133,7 @@ class AnyChoice(_Choice, tag="any", frozen=True):
 class ToolChoiceBody(_Choice, tag="tool", frozen=True):
     """The model must call this tool."""
 
-    name: FunctionName
+    name: LongFunctionName
     disable_parallel_tool_use: bool | None = None
 
 
@@ -245,7 +245,12 @@ def parse_messages(body: Mapping[str, Any], model: ModelFacts) -> ValidMessages:
         "top_p": valid.top_p,
         "top_k": None if valid.top_k is None else min(valid.top_k, model.vocab_size),
     }
-    options = parse_generation_options(shared, vocab_size=model.vocab_size, max_output_tokens=valid.max_tokens)
+    options = parse_generation_options(
+        shared,
+        vocab_size=model.vocab_size,
+        max_output_tokens=valid.max_tokens,
+        defaults=model.sampling_defaults,
+    )
     options = replace(
         options,
         stop_strings=tuple(dict.fromkeys(valid.stop_sequences or ())),

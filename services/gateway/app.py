@@ -174,8 +174,9 @@ class _Routes:
         """Answer well while requests can be served; a balancer sends none when they cannot."""
         if self._parts.admission.is_draining:
             raise draining_error()
-        if not await self._parts.directory.has_ready_engine(self._parts.readiness_timeout_seconds):
-            raise NoEngineAvailable("No engine is ready.", retry_after_seconds=_NOT_READY_RETRY_SECONDS)
+        reason = await self._parts.directory.unready_reason(self._parts.readiness_timeout_seconds)
+        if reason is not None:
+            raise NoEngineAvailable(reason, retry_after_seconds=_NOT_READY_RETRY_SECONDS)
         return _json({"status": "ready"})
 
     async def metrics(self, request: web.Request) -> web.Response:

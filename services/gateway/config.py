@@ -17,6 +17,8 @@ _POSITIVE = (
     "max_connections",
     "text_threads",
     "request_timeout_seconds",
+    "process_silence_seconds",
+    "head_timeout_seconds",
     "body_timeout_seconds",
     "router_timeout_seconds",
     "retry_placement_timeout_seconds",
@@ -54,6 +56,11 @@ class GatewayConfig:
     group_folder: str | None = setting(
         None, "Folder in which processes that share a port add up their metrics; set by gateway_processes alone."
     )
+    process_silence_seconds: float = setting(
+        30.0,
+        "Of several processes, one whose event loop does not run for so long is killed and started again.",
+        unit="seconds",
+    )
     gateway_id: str = setting("gateway-0", "Name of this gateway; names its folder in data_dir and its audit rows.")
     data_dir: str = setting(".octavo", "Folder for the spool of accepted requests and the cache salt's secret.")
     log_level: str = setting("info", "Least level of log events shown: debug, info, warning or error.")
@@ -74,6 +81,11 @@ class GatewayConfig:
     reasoning_format: str = setting(
         "auto",
         "Markers of the model's reasoning: auto (as its chat template has them), none, think or mistral.",
+    )
+    generation_config: str = setting(
+        "auto",
+        "What sampling is where a request says nothing: auto (as the model's generation_config.json or GGUF file "
+        "says), or none (OpenAI's defaults).",
     )
     block_size: int = setting(16, "Tokens in a KV block; must be the engines' own.", unit="tokens")
     default_max_tokens: int | None = setting(
@@ -116,6 +128,9 @@ class GatewayConfig:
         "ones are closed, those that have waited longest first.",
     )
     text_threads: int = setting(2, "Threads that render templates and tokenize.")
+    head_timeout_seconds: float = setting(
+        10.0, "Time for a request's head to arrive, from its first byte on.", unit="seconds"
+    )
     body_timeout_seconds: float = setting(60.0, "Time for a request's body to arrive.", unit="seconds")
     request_timeout_seconds: float = setting(600.0, "Time for a whole request.", unit="seconds")
 
@@ -189,6 +204,8 @@ class GatewayConfig:
         for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
             if getattr(self, name) not in (AUTO, NONE, *known):
                 raise ValueError(f"{name} must be {AUTO}, {NONE} or one of {', '.join(known)}.")
+        if self.generation_config not in (AUTO, NONE):
+            raise ValueError(f"generation_config must be {AUTO} or {NONE}.")
         if not 1 <= self.gateway_processes <= _MAX_PROCESSES:
             raise ValueError(f"gateway_processes must be between 1 and {_MAX_PROCESSES}.")
         if self.limit_lease_seconds < _MIN_CALLS_PER_LEASE * self.limit_timeout_seconds:

@@ -26,6 +26,12 @@ log = get_logger("engine_directory")
 _MAX_CONCURRENT_QUESTIONS = 16
 # One ready engine suffices for readiness, so a probe of a large cluster need not ask them all.
 _MAX_READINESS_QUESTIONS = 8
+# Why an engine takes no requests, after its name.
+_CONDITIONS = {
+    EngineState.STARTING: "waits for its workers to load the model, whose logs say why if that lasts",
+    EngineState.READY: "serves another model, or with another block size",
+    EngineState.DRAINING: "is going away",
+}
 
 
 class EngineDirectory:
@@ -101,12 +107,19 @@ class EngineDirectory:
 
     async def has_ready_engine(self, timeout_seconds: float) -> bool:
         """Ask engines themselves whether one takes requests now."""
+        return await self.unready_reason(timeout_seconds) is None
+
+    async def unready_reason(self, timeout_seconds: float) -> str | None:
+        """Ask engines themselves, and return why none takes requests now, as a sentence; None when one does."""
         # Probes that come together wait for one another instead of multiplying the questions.
         async with self._readiness_lock:
             if not self._known_addresses():
                 await self.refresh()
-            answers = await self._ask(self._known_addresses()[:_MAX_READINESS_QUESTIONS], timeout_seconds)
-            return any(engine.state is EngineState.READY and self._is_ours(engine) for engine in answers)
+            addresses = self._known_addresses()[:_MAX_READINESS_QUESTIONS]
+            answers = await self._ask(addresses, timeout_seconds)
+        if any(engine.state is EngineState.READY and self._is_ours(engine) for engine in answers):
+            return None
+        return _no_engine_ready(_by_id(answers), num_silent=len(addresses) - len(answers))
 
     def _is_ours(self, engine: EngineStatus) -> bool:
         return engine.model_name == self._model_name and engine.hash_contract == self._hash_contract
@@ -196,3 +209,11 @@ def _by_id(engines: Iterable[EngineStatus]) -> list[EngineStatus]:
     for engine in sorted(engines, key=lambda engine: (engine.state is EngineState.READY, engine.address)):
         found[engine.engine_id] = engine
     return [found[engine_id] for engine_id in sorted(found)]
+
+
+def _no_engine_ready(engines: Sequence[EngineStatus], *, num_silent: int) -> str:
+    """Say what each engine waits for, as a sentence, and how many say nothing."""
+    parts = [f"{engine.engine_id} {_CONDITIONS[engine.state]}" for engine in engines]
+    if num_silent:
+        parts.append(f"{num_silent} {'does' if num_silent == 1 else 'do'} not answer")
+    return f"No engine is ready: {', '.join(parts)}." if parts else "No engine is ready: none is known."

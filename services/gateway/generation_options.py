@@ -57,6 +57,7 @@ MAX_METADATA_VALUE_CHARACTERS: Final = 512
 MIN_SAMPLED_TEMPERATURE: Final = 0.001
 # ``truncate_prompt_tokens`` with this value keeps what fits beside the output.
 TRUNCATE_TO_FIT: Final = -1
+_NO_DEFAULTS: Final[Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +133,16 @@ def parse_generation_options(
     max_output_tokens: int | None,
     num_logprobs: int | None = None,
     num_echoed_logprobs: int | None = None,
+    defaults: Mapping[str, Any] = _NO_DEFAULTS,
 ) -> GenerationOptions:
     """Check the fields and return their values, with those that go by another name or type at each endpoint.
+
+    ``defaults`` are values of fields that the body leaves out; null counts as left out.
 
     Raises:
         InvalidRequest: a value that cannot be served; names the field.
     """
+    body = with_defaults(body, defaults)
     is_streaming = STREAM.read(body)
     stream_options = _stream_options(body, is_streaming=is_streaming)
     return GenerationOptions(
@@ -175,6 +180,12 @@ def parse_generation_options(
         user=_user(body),
         metadata=_metadata(body),
     )
+
+
+def with_defaults(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body with a default for each field that it leaves out or that is null."""
+    missing = {name: value for name, value in defaults.items() if body.get(name) is None}
+    return {**body, **missing} if missing else body
 
 
 def check_total_logprobs(options: GenerationOptions, *, num_prompt_tokens: int, max_output_tokens: int) -> None:

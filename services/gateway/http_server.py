@@ -22,6 +22,10 @@ SERVER_NAME: Final = "octavo"
 _KEEP_ALIVE_SECONDS: Final = 75.0
 _CLOSE_CONNECTIONS_SECONDS: Final = 0.5
 _BACKLOG: Final = 1024
+# There is no request yet that an answer with a body could belong to.
+_TOO_SLOW: Final = (
+    f"HTTP/1.1 408 Request Timeout\r\nServer: {SERVER_NAME}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+).encode()
 
 
 class HttpServer:
@@ -33,18 +37,21 @@ class HttpServer:
         host: str,
         port: int,
         *,
+        head_timeout_seconds: float,
         max_unread_seconds: float,
         max_connections: int,
         shares_port: bool = False,
     ) -> None:
         """Begin; processes that all share a port get their share of its connections.
 
-        A client that leaves what is written to it unread for ``max_unread_seconds`` loses its connection; beyond
-        ``max_connections`` idle ones are closed, those that have waited longest first.
+        A client loses its connection when the head of a request does not arrive within ``head_timeout_seconds``, or
+        when it leaves what is written to it unread for ``max_unread_seconds``; beyond ``max_connections`` idle ones
+        are closed, those that have waited longest first.
         """
         self._host = host
         self._port = port
         self._shares_port = shares_port
+        self._head_timeout_seconds = head_timeout_seconds
         self._max_unread_seconds = max_unread_seconds
         self._open = OpenConnections(max_connections)
         self._runner = web.AppRunner(
@@ -92,6 +99,7 @@ class HttpServer:
         assert manager is not None, "connections come after start"
         return _Connection(
             manager,
+            head_timeout_seconds=self._head_timeout_seconds,
             max_unread_seconds=self._max_unread_seconds,
             open_connections=self._open,
             loop=asyncio.get_running_loop(),
@@ -116,18 +124,33 @@ class _Connection(web.RequestHandler):
     """A connection that answers what is no HTTP in OpenAI's shape too, and knows when a request began to come.
 
     What is written waits in memory until the client reads it, long after the request has given its place to others;
-    so a client that does not read is cut.
+    so a client that does not read is cut. So is one whose head comes line by line: it has taken no place that
+    bounds how many there are.
     """
 
-    __slots__ = ("_max_unread_seconds", "_open", "_patience", "first_byte_ns")
+    __slots__ = (
+        "_head_patience",
+        "_head_timeout_seconds",
+        "_max_unread_seconds",
+        "_open",
+        "_patience",
+        "first_byte_ns",
+    )
 
     # Any: aiohttp's own, passed on as they are.
     def __init__(
-        self, *arguments: Any, max_unread_seconds: float, open_connections: OpenConnections, **options: Any
+        self,
+        *arguments: Any,
+        head_timeout_seconds: float,
+        max_unread_seconds: float,
+        open_connections: OpenConnections,
+        **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self._open = open_connections
         self.first_byte_ns: int | None = None
+        self._head_timeout_seconds = head_timeout_seconds
+        self._head_patience: asyncio.TimerHandle | None = None
         self._max_unread_seconds = max_unread_seconds
         self._patience: asyncio.TimerHandle | None = None
 
@@ -154,6 +177,7 @@ class _Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Let go."""
         self._stop_waiting()
+        self._stop_waiting_for_head()
         self._open.remove(self)
         super().connection_lost(exc)
 
@@ -171,6 +195,25 @@ class _Connection(web.RequestHandler):
         if self._waiter is not None and self.first_byte_ns is None:
             self.first_byte_ns = time.monotonic_ns()
         super().data_received(data)
+        if not self._waits_for_request:
+            self._stop_waiting_for_head()
+        elif self._head_patience is None:
+            self._head_patience = self._loop.call_later(self._head_timeout_seconds, self._refuse_slow_head)
+
+    @property
+    def _waits_for_request(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    def _refuse_slow_head(self) -> None:
+        self._head_patience = None
+        if self.transport is not None:
+            self.transport.write(_TOO_SLOW)
+        self.force_close()
+
+    def _stop_waiting_for_head(self) -> None:
+        if self._head_patience is not None:
+            self._head_patience.cancel()
+            self._head_patience = None
 
     def handle_error(
         self,

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from libs.errors import InvalidRequest
+from services.gateway.json_pieces import InPieces, decode_in_pieces
 from services.gateway.openai_schema import MAX_MESSAGES
 
 # Beyond what 2048 messages, 2048 parts and the largest schema can have.
@@ -59,7 +60,17 @@ class JsonBody:
             self._raw = bytearray()
 
     def parse(self) -> dict[str, Any]:
-        """Return the object, which must be in UTF-8; NaN, Infinity and lone surrogates are not JSON.
+        """Return the object at once; raises as ``parse_in_pieces`` does."""
+        pieces = self.parse_in_pieces()
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                fields: dict[str, Any] = end.value
+                return fields
+
+    def parse_in_pieces(self) -> InPieces:
+        """Return the object, which must be in UTF-8, by and by; NaN, Infinity and lone surrogates are not JSON.
 
         Raises:
             InvalidRequest: it is no such object, or has too many values.
@@ -71,7 +82,7 @@ class JsonBody:
         try:
             with _without_collector():
                 # orjson first copies a body, into new memory of twelve times its size.
-                body = msgspec.json.decode(self._raw)
+                body = yield from decode_in_pieces(self._raw)
         except RecursionError as error:
             raise InvalidRequest("The body is nested too deep; no request needs so many levels.") from error
         except msgspec.DecodeError as error:

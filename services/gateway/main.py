@@ -50,12 +50,13 @@ from services.gateway.limits.limiter import Limiter
 from services.gateway.limits.own_counts import LocalLimiter, OwnCounts
 from services.gateway.limits.redis_counts import RedisCounts, make_limits_redis
 from services.gateway.limits.shared_limiter import SharedLimiter, SharingSettings
-from services.gateway.model_formats.model_format import ModelFormat
+from services.gateway.model_formats.model_format import AUTO, ModelFormat
 from services.gateway.models import Models
 from services.gateway.openai_schema import ModelFacts
 from services.gateway.placement import Placements, RouterPlacements
 from services.gateway.process_group import GroupSettings, run_group
 from services.gateway.request_spans import RequestSpans
+from services.gateway.sampling_defaults import checked_sampling_defaults
 from services.gateway.shared_prefixes import SharedPrefixes
 from services.gateway.text_preparation import TextPreparation
 from services.gateway.tokenization import Tokenization
@@ -108,6 +109,7 @@ def _group_settings(config: GatewayConfig) -> GroupSettings:
         grpc_host=config.grpc_host,
         grpc_port=config.grpc_port,
         shared_folder=Path(config.data_dir) / f"{config.gateway_id}-metrics",
+        silence_seconds=config.process_silence_seconds,
         stop_seconds=config.drain_timeout_seconds + config.audit_shutdown_seconds + _AFTER_DRAIN_SECONDS,
     )
 
@@ -138,6 +140,7 @@ async def _serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
             app,
             config.host,
             config.port,
+            head_timeout_seconds=config.head_timeout_seconds,
             max_unread_seconds=config.request_timeout_seconds,
             max_connections=min(config.max_connections, max_open_files() * 3 // 4),
             shares_port=config.is_of_group,
@@ -219,6 +222,10 @@ def _lay_foundation(config: GatewayConfig, stack: AsyncExitStack) -> _Foundation
         vocab_size=model_text.tokenizer.vocab_size,
         aliases=config.model_aliases,
         format=text.model_format,
+        sampling_defaults=checked_sampling_defaults(
+            model_text.sampling_defaults if config.generation_config == AUTO else {},
+            model_text.tokenizer.vocab_size,
+        ),
     )
     metrics = _make_metrics(config)
     audit = _make_audit(config, data_dir, metrics, stack)

@@ -106,16 +106,18 @@ def chat_body(names: Sequence[str], model: ModelFacts) -> JsonSchema:
             else _NULL | {"default": None, "description": THINKING_TOKEN_BUDGET.description},
         }
     )
-    return _body(properties, ("model", "messages"))
+    return _body(_with_model_defaults(properties, model), ("model", "messages"))
 
 
-def text_body(names: Sequence[str], vocab_size: int) -> JsonSchema:
+def text_body(names: Sequence[str], model: ModelFacts) -> JsonSchema:
     """Return the schema of what ``/v1/completions`` takes."""
     fields = (*SHARED_FIELDS, TEXT_LOGPROBS, TEXT_MAX_TOKENS, MAX_COMPLETION_TOKENS, ADD_SPECIAL_TOKENS)
     properties = (
-        _generation_properties(names, vocab_size) | _described(fields) | {"prompt": _plain_prompt(vocab_size)}
+        _generation_properties(names, model.vocab_size)
+        | _described(fields)
+        | {"prompt": _plain_prompt(model.vocab_size)}
     )
-    return _body(properties, ("model", "prompt"))
+    return _body(_with_model_defaults(properties, model), ("model", "prompt"))
 
 
 def tokenize_body(names: Sequence[str], model: ModelFacts) -> JsonSchema:
@@ -189,6 +191,12 @@ def body_parts() -> dict[str, JsonSchema]:
         "ResponseFormat": _response_format(),
         "StructuredOutputs": {"anyOf": [_form(name) for name in _FORMS]},
     }
+
+
+def _with_model_defaults(properties: dict[str, JsonSchema], model: ModelFacts) -> dict[str, JsonSchema]:
+    """Return the fields with the model's own values as the defaults of sampling."""
+    own = {name: properties[name] | {"default": value} for name, value in model.sampling_defaults.items()}
+    return properties | own
 
 
 def _generation_properties(names: Sequence[str], vocab_size: int) -> dict[str, JsonSchema]:

@@ -67,6 +67,8 @@ class ModelFacts:
     aliases: tuple[str, ...] = ()
     # How it calls tools and reasons.
     format: ModelFormat = field(default_factory=ModelFormat)
+    # How it is sampled from where a request says nothing, by the names of fields. Any: numbers, checked.
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -130,6 +132,7 @@ def parse_chat_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidCh
             vocab_size=model.vocab_size,
             max_output_tokens=read_max_output_tokens(body, MAX_TOKENS),
             num_logprobs=_num_logprobs(body),
+            defaults=model.sampling_defaults,
         ),
         reads_reasoning=True,
         shows_reasoning=INCLUDE_REASONING.read(body),

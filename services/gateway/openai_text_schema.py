@@ -48,6 +48,7 @@ def parse_text_completion(body: Mapping[str, Any], model: ModelFacts) -> ValidTe
         max_output_tokens=read_max_output_tokens(body, TEXT_MAX_TOKENS),
         num_logprobs=num_logprobs,
         num_echoed_logprobs=num_logprobs if ECHO.read(body) else None,
+        defaults=model.sampling_defaults,
     )
     shows_prompt = options.echoes_prompt or options.num_prompt_logprobs is not None
     if options.max_output_tokens == 0 and not shows_prompt:

@@ -247,7 +247,7 @@ def _schemas(names: Sequence[str], model: ModelFacts) -> dict[str, Any]:
     _, answers = msgspec.json.schema_components(ANSWER_TYPES, ref_template=_REFERENCES)
     own = body_parts() | {
         "ChatCompletionBody": chat_body(names, model),
-        "TextCompletionBody": text_body(names, model.vocab_size),
+        "TextCompletionBody": text_body(names, model),
         "TokenizeBody": tokenize_body(names, model),
         "DetokenizeBody": detokenize_body(names, model.vocab_size),
         "OpenAIError": _openai_error(),

@@ -15,13 +15,13 @@ import sys
 from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from libs.errors import InternalError
-from libs.lifecycle import SUPERVISED_VARIABLE, Lifecycle
+from libs.lifecycle import SUPERVISED_VARIABLE, HeartbeatPipe, Lifecycle
 from libs.obs import get_logger
 
 log = get_logger("process_group")
@@ -49,6 +49,8 @@ class GroupSettings:
     grpc_port: int
     # The folder in which the processes share their counts.
     shared_folder: Path
+    # A process that gives no sign of life for so long is killed.
+    silence_seconds: float
     # What a process may take to end once it was asked to.
     stop_seconds: float
 
@@ -65,7 +67,7 @@ async def run_group(settings: GroupSettings, argv: Sequence[str], lifecycle: Lif
         port = stack.enter_context(_reserved_port(settings.host, settings.port))
         grpc_port = stack.enter_context(_reserved_port(settings.grpc_host, settings.grpc_port))
         members = [
-            _Member(name, [*argv, *_flags(settings, name, port, grpc_port)], settings.stop_seconds)
+            _Member(name, [*argv, *_flags(settings, name, port, grpc_port)], settings)
             for name in (f"{settings.gateway_id}-{index}" for index in range(settings.num_processes))
         ]
         async with asyncio.TaskGroup() as tasks:
@@ -79,10 +81,10 @@ async def run_group(settings: GroupSettings, argv: Sequence[str], lifecycle: Lif
 class _Member:
     """One process and those that follow it under its name."""
 
-    def __init__(self, name: str, flags: Sequence[str], stop_seconds: float) -> None:
+    def __init__(self, name: str, flags: Sequence[str], settings: GroupSettings) -> None:
         self._name = name
         self._flags = flags
-        self._stop_seconds = stop_seconds
+        self._settings = settings
         self._process: Process | None = None
         self._is_stopping = False
         self._has_started = False
@@ -95,8 +97,7 @@ class _Member:
         try:
             while not self._is_stopping:
                 started_at = loop.time()
-                self._process = await _start(self._flags)
-                exit_code = await self._process.wait()
+                exit_code = await self._live_once()
                 if self._is_stopping:
                     return
                 log.warning("gateway process ended", gateway_id=self._name, exit_code=exit_code)
@@ -109,6 +110,27 @@ class _Member:
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
 
+    async def _live_once(self) -> int:
+        """Start the process and return its exit code; a frozen one would go on taking callers, and is killed."""
+        with closing(HeartbeatPipe()) as heartbeat:
+            process = self._process = await _start(self._flags, heartbeat)
+            watch = asyncio.create_task(self._kill_when_silent(process, heartbeat))
+            try:
+                return await process.wait()
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+
+    async def _kill_when_silent(self, process: Process, heartbeat: HeartbeatPipe) -> None:
+        silence_seconds = self._settings.silence_seconds
+        await heartbeat.wait_until_silent(silence_seconds)
+        log.error(
+            "gateway process gives no sign of life and is killed",
+            gateway_id=self._name,
+            silent_seconds=silence_seconds,
+        )
+        process.kill()
+
     async def stop(self) -> None:
         """Ask the process to drain and wait for its end; one that takes too long is killed."""
         self._is_stopping = True
@@ -116,7 +138,7 @@ class _Member:
             return
         self._process.terminate()
         try:
-            async with asyncio.timeout(self._stop_seconds):
+            async with asyncio.timeout(self._settings.stop_seconds):
                 await self._process.wait()
         except TimeoutError:
             log.warning("gateway process outlived its drain", gateway_id=self._name)
@@ -144,9 +166,10 @@ def _flags(settings: GroupSettings, name: str, port: int, grpc_port: int) -> lis
     return [f"--{flag}={value}" for flag, value in flags.items()]
 
 
-async def _start(flags: Sequence[str]) -> Process:
+async def _start(flags: Sequence[str], heartbeat: HeartbeatPipe) -> Process:
     environment = {
         **os.environ,
+        **heartbeat.environ,
         # The process ends with this one.
         SUPERVISED_VARIABLE: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join([str(_CODE), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -157,8 +180,10 @@ async def _start(flags: Sequence[str]) -> Process:
         "-P",
         *("-m", "services.cli", "gateway", *flags),
         env=environment,
-        # Ctrl-C in a terminal reaches only this process, which tells the others once.
-        preexec_fn=os.setpgrp,
+        pass_fds=(heartbeat.write_fd,),
+        # Ctrl-C in a terminal reaches only this process, which tells the others once. A supervisor has given it a
+        # process group already, and kills that as a whole when this process is frozen.
+        preexec_fn=None if SUPERVISED_VARIABLE in os.environ else os.setpgrp,
     )
 
 

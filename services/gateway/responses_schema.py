@@ -262,6 +262,7 @@ def parse_response(body: Mapping[str, Any], model: ModelFacts) -> ValidResponse:
     _refuse_other_items(body.get("input"))
     _refuse_other_tools(body.get("tools"))
     valid = convert_body(_with_item_types(body), ResponseBody, _NEUTRAL_VALUES)
+    valid = _with_sampling_of(valid, model)
     if valid.top_logprobs and not valid.wants_logprobs:
         raise InvalidRequest(f"'top_logprobs' needs '{LOGPROBS}' in 'include'.", param="top_logprobs")
     options, prompt, tools = _options(valid, model), _prompt(valid, model), _tool_use(valid)
@@ -270,6 +271,12 @@ def parse_response(body: Mapping[str, Any], model: ModelFacts) -> ValidResponse:
             raise UnsupportedField(f"'{LOGPROBS}' cannot be included where tools may be called.", param="include")
         options, prompt = with_tools(options, prompt, tools, model)
     return ValidResponse(model=read_model_name(body, model), prompt=prompt, options=options, body=valid)
+
+
+def _with_sampling_of(body: ResponseBody, model: ModelFacts) -> ResponseBody:
+    """Return the body with the model's own sampling where it says nothing, as the answer repeats it."""
+    own = {name: value for name, value in model.sampling_defaults.items() if getattr(body, name, value) is None}
+    return msgspec.structs.replace(body, **own)
 
 
 def _options(body: ResponseBody, model: ModelFacts) -> GenerationOptions:
@@ -281,6 +288,7 @@ def _options(body: ResponseBody, model: ModelFacts) -> GenerationOptions:
             vocab_size=model.vocab_size,
             max_output_tokens=body.max_output_tokens,
             num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+            defaults=model.sampling_defaults,
         )
     except InvalidRequest as error:
         raise InvalidRequest(_own_path(error.message), param=_own_path(error.param or "") or None) from error

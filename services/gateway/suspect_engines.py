@@ -23,12 +23,12 @@ class SuspectEngines:
         self._until: OrderedDict[str, float] = OrderedDict()
 
     @property
-    def engine_ids(self) -> tuple[str, ...]:
-        """The engines that get nothing while there are others, by id."""
+    def engine_ids(self) -> frozenset[str]:
+        """The engines that get nothing while there are others."""
         now = self._clock()
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
-        return tuple(sorted(self._until))
+        return frozenset(self._until)
 
     def suspect(self, engine_id: str) -> None:
         """Note that an engine failed a request."""

@@ -34,8 +34,9 @@ _FUNCTION_FIELDS: Final = frozenset({"name", "arguments", "parsed_arguments"})
 _CHOICE_FIELDS: Final = frozenset({"type", "function"})
 NAME_PATTERN: Final = "^[a-zA-Z0-9_-]{1,64}$"
 _NAME: Final = re.compile(NAME_PATTERN.strip("^$"))
-# For the bodies that are types.
+# For the bodies that are types. Agents that speak Anthropic's dialect put names of servers before those of tools.
 FunctionName: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
+LongFunctionName: TypeAlias = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 FunctionDescription: TypeAlias = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARACTERS)]
 _SHOWN_ID_CHARACTERS: Final = 64
 
@@ -106,10 +107,12 @@ def with_own_names(tools: Sequence[Tool], path: str) -> tuple[Tool, ...]:
 
 
 def make_tool(
-    *, name: Any, description: Any, parameters: Any, strict: Any, path: str, parameters_name: str = "parameters"
+    *, name: str, description: Any, parameters: Any, strict: Any, path: str, parameters_name: str = "parameters"
 ) -> Tool:
-    """Return a function whose description stands at ``path``; raises InvalidRequest for a wrong one."""
-    check_name(name, f"{path}.name")
+    """Return a function whose description stands at ``path``; raises InvalidRequest for a wrong one.
+
+    How names may be is each dialect's own, and was checked.
+    """
     if description is not None and (
         not isinstance(description, str) or len(description) > MAX_DESCRIPTION_CHARACTERS
     ):
@@ -121,12 +124,6 @@ def make_tool(
         raise InvalidRequest(f"'{path}.strict' must be true or false.", param=f"{path}.strict")
     parameters_path = f"{path}.{parameters_name}"
     return Tool(name, description, _parameters(parameters, parameters_path), bool(strict), parameters_path)
-
-
-def check_name(name: Any, path: str) -> None:
-    """Refuse what is no name of a function."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(f"'{path}' must be a string of 1 to 64 letters, digits, '_' and '-'.", param=path)
 
 
 def make_tool_use(
@@ -213,17 +210,17 @@ def _tool_call(value: Any, path: str) -> ToolCall:
         raise InvalidRequest(f"'{path}' must be a call with 'id', 'type' and 'function'.", param=path)
     _refuse_others(value, _CALL_FIELDS, path)
     _refuse_others(function, _FUNCTION_FIELDS, f"{path}.function")
-    call_id, name, arguments = value.get("id"), function.get("name"), function.get("arguments")
+    call_id, arguments = value.get("id"), function.get("arguments")
     if not isinstance(call_id, str):
         raise InvalidRequest(f"'{path}.id' must be a string.", param=f"{path}.id")
+    name = _name(function.get("name"), f"{path}.function.name")
     return make_tool_call(call_id, name, arguments, f"{path}.function")
 
 
 def make_tool_call(
-    call_id: str, name: Any, arguments: Any, path: str, *, arguments_name: str = "arguments"
+    call_id: str, name: str, arguments: Any, path: str, *, arguments_name: str = "arguments"
 ) -> ToolCall:
-    """Return a call whose name and arguments stand at ``path``; raises InvalidRequest for a wrong one."""
-    check_name(name, f"{path}.name")
+    """Return a call whose arguments stand at ``path``; raises InvalidRequest for wrong ones."""
     return ToolCall(call_id, name, _arguments_text(arguments, f"{path}.{arguments_name}"))
 
 
@@ -302,12 +299,18 @@ def _function_tool(value: Any, path: str) -> Tool:
     if function.keys() - {"name", "description", "parameters", "strict"}:
         raise InvalidRequest(f"'{path}' takes 'name', 'description', 'parameters' and 'strict' only.", param=path)
     return make_tool(
-        name=function.get("name"),
+        name=_name(function.get("name"), f"{path}.name"),
         description=function.get("description"),
         parameters=function.get("parameters"),
         strict=function.get("strict"),
         path=path,
     )
+
+
+def _name(name: Any, path: str) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(f"'{path}' must be a string of 1 to 64 letters, digits, '_' and '-'.", param=path)
+    return name
 
 
 def _parameters(value: Any, path: str) -> Mapping[str, Any]:

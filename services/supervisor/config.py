@@ -87,7 +87,7 @@ class UpConfig:
     )
     process_silence_seconds: float = setting(
         30.0,
-        "An engine, router or telemetry process that answers nothing for so long is killed and started again.",
+        "Any other process that gives no sign of life for so long is killed and started again.",
         unit="seconds",
     )
     max_restarts_per_minute: int = setting(

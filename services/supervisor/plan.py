@@ -19,9 +19,10 @@ from services.supervisor.config import UpOptions
 
 @dataclass(frozen=True, slots=True)
 class GrpcHealth:
-    """Healthy when ``grpc.health.v1`` says SERVING for the whole server."""
+    """Healthy when ``grpc.health.v1`` says SERVING, by default for the whole server."""
 
     address: str
+    service: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class ProcessPlan:
     # Where others find it, for run.json: a URL, host:port or unix:/path.
     address: str
     probe: Probe
+    # Answers well once the process has done what its start is about, where that is more than to be healthy.
+    ready_probe: Probe | None = None
     # Names of processes that must be healthy before this one is started for the first time.
     start_after: tuple[str, ...] = ()
     # A socket file that a killed process may have left behind.
@@ -75,8 +78,10 @@ class ProcessPlan:
     stop_grace_seconds: float
     # Whether `octavo ready` waits for it.
     gates_readiness: bool = True
-    # It is killed, and so started again, when it has not answered its probe for so long; None waits for ever.
+    # It is killed, and so started again, when it has given no sign of life for so long; None waits for ever.
     silence_limit_seconds: float | None = None
+    # Its signs of life come through a pipe, where who asks at its port may get another's answer.
+    has_heartbeat: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +117,8 @@ class UpPlan:
 _AFTER_DRAIN_SECONDS = 13.0
 # What the KV caches of all workers of one machine may take of its free memory.
 _KV_CACHE_MEMORY_FRACTION = 0.6
+# The health of this is that of a worker's model.
+_LOADED_MODEL = "octavo.worker.v1.Model"
 _TRACED_TIERS = ("gateway", "router", "engine")
 _HEALTH_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
@@ -174,6 +181,7 @@ class _Planner:
             niceness=self._config.background_nice,
             stop_stage=StopStage.VALKEY,
             stop_grace_seconds=10.0,
+            silence_limit_seconds=self._config.process_silence_seconds,
         )
 
     def _clickhouse(self, port: int) -> ProcessPlan:
@@ -193,6 +201,7 @@ class _Planner:
             stop_stage=StopStage.CLICKHOUSE,
             stop_grace_seconds=25.0,
             gates_readiness=False,
+            silence_limit_seconds=self._config.process_silence_seconds,
         )
 
     def _worker(self, number: int, rank: int) -> ProcessPlan:
@@ -202,6 +211,8 @@ class _Planner:
             flags["quantization"] = self._config.quantization
         return dataclasses.replace(
             self._grpc_process("worker", name, flags, StopStage.WORKER, 15.0, niceness=0),
+            # It takes calls at once, and may die whenever an engine has it load the model.
+            ready_probe=GrpcHealth(self._address(name), _LOADED_MODEL),
             # Other ranks cannot do without it, and one that drains takes no calls.
             silence_limit_seconds=self._config.worker_silence_seconds,
         )
@@ -262,6 +273,8 @@ class _Planner:
             # The gateway makes a folder of its own in it, by its id.
             "data-dir": str(self._places.data_dir),
             "drain-timeout-seconds": str(self._config.drain_timeout_seconds),
+            # Of several it watches each itself.
+            "process-silence-seconds": str(self._config.process_silence_seconds),
         }
         if self._config.model_aliases:
             flags["model-aliases"] = ",".join(self._config.model_aliases)
@@ -275,6 +288,8 @@ class _Planner:
             niceness=self._config.background_nice,
             stop_stage=StopStage.GATEWAY,
             stop_grace_seconds=self._config.drain_timeout_seconds + _AFTER_DRAIN_SECONDS,
+            silence_limit_seconds=self._config.process_silence_seconds,
+            has_heartbeat=True,
         )
 
     def _grpc_process(

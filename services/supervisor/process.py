@@ -11,15 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from libs.lifecycle import HeartbeatPipe
 from libs.obs import get_logger
 from services.supervisor.output import ProcessOutput
-from services.supervisor.plan import GrpcHealth, ProcessPlan
+from services.supervisor.plan import ProcessPlan
 from services.supervisor.probes import wait_until_healthy, wait_until_silent
 
 _READ_BYTES = 65_536
 # A process that ended may have left its pipe to another; its last words are waited for so long.
 _LAST_OUTPUT_SECONDS = 1.0
 _KILL_WAIT_SECONDS = 5.0
+_READY_INTERVAL_SECONDS = 0.5
 log = get_logger("supervisor")
 
 _SHIM = Path(__file__).with_name("exec_with_parent.py")
@@ -34,6 +36,16 @@ class Surroundings:
     lock_fd: int
 
 
+@dataclass(frozen=True, slots=True)
+class LifeEvents:
+    """Who is told what happens in one life of a process."""
+
+    on_started: Callable[[], None]
+    on_healthy: Callable[[], None]
+    # It has done what its start is about: healthy, or more, by its plan.
+    on_ready: Callable[[], None]
+
+
 class SupervisedProcess:
     """A process by its plan; ``run_once`` is one life of it."""
 
@@ -44,6 +56,7 @@ class SupervisedProcess:
         self.healthy = asyncio.Event()
         self._surroundings = surroundings
         self._process: Process | None = None
+        self._heartbeat: HeartbeatPipe | None = None
         self._ended = asyncio.Event()
         self._ended.set()
         # Held while a process is being made, so that an end asked for in between finds it.
@@ -54,7 +67,7 @@ class SupervisedProcess:
         """The process id while it runs."""
         return None if self._process is None else self._process.pid
 
-    async def run_once(self, on_started: Callable[[], None], on_healthy: Callable[[], None]) -> int:
+    async def run_once(self, events: LifeEvents) -> int:
         """Start the process and return its exit code, negative for a signal, when it has ended.
 
         Raises:
@@ -62,9 +75,9 @@ class SupervisedProcess:
         """
         async with self._starting:
             process = await self._start()
-        on_started()
+        events.on_started()
         relay = asyncio.create_task(self._relay(process))
-        health = asyncio.create_task(self._watch_health(on_healthy))
+        health = asyncio.create_task(self._watch_health(events))
         try:
             return await process.wait()
         except asyncio.CancelledError:
@@ -78,6 +91,9 @@ class SupervisedProcess:
             _, late = await asyncio.wait([relay, health], timeout=_LAST_OUTPUT_SECONDS)
             for task in late:
                 task.cancel()
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+                self._heartbeat = None
             self.output.end_of_process()
 
     async def stop(self, grace_seconds: float) -> bool:
@@ -103,6 +119,7 @@ class SupervisedProcess:
         if self.plan.socket_path is not None:
             self.plan.socket_path.unlink(missing_ok=True)
         # -I -S: the shim needs the standard library only, and should cost little.
+        heartbeat = self._heartbeat = HeartbeatPipe() if self.plan.has_heartbeat else None
         shim = (sys.executable, "-I", "-S", str(_SHIM), str(self.plan.niceness))
         self._process = await asyncio.create_subprocess_exec(
             *shim,
@@ -110,8 +127,12 @@ class SupervisedProcess:
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
-            env={**self._surroundings.environ, **self.plan.environ},
-            pass_fds=(self._surroundings.lock_fd,),
+            env={
+                **self._surroundings.environ,
+                **self.plan.environ,
+                **({} if heartbeat is None else heartbeat.environ),
+            },
+            pass_fds=(self._surroundings.lock_fd, *([] if heartbeat is None else [heartbeat.write_fd])),
         )
         self._ended.clear()
         return self._process
@@ -137,12 +158,27 @@ class SupervisedProcess:
         while data := await process.stdout.read(_READ_BYTES):
             self.output.feed(data)
 
-    async def _watch_health(self, on_healthy: Callable[[], None]) -> None:
+    async def _watch_health(self, events: LifeEvents) -> None:
         await wait_until_healthy(self.plan.probe)
         self.healthy.set()
-        on_healthy()
+        events.on_healthy()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_readiness(events))
+            tasks.create_task(self._kill_when_silent())
+
+    async def _watch_readiness(self, events: LifeEvents) -> None:
+        if self.plan.ready_probe is not None:
+            # For as long as a model loads, which needs the processor more.
+            await wait_until_healthy(self.plan.ready_probe, _READY_INTERVAL_SECONDS)
+        events.on_ready()
+
+    async def _kill_when_silent(self) -> None:
         limit_seconds = self.plan.silence_limit_seconds
-        if limit_seconds is not None and isinstance(self.plan.probe, GrpcHealth):
+        if limit_seconds is None:
+            return
+        if self._heartbeat is not None:
+            await self._heartbeat.wait_until_silent(limit_seconds)
+        else:
             await wait_until_silent(self.plan.probe, limit_seconds)
-            log.error("process does not answer and is killed", process=self.plan.name, silent_seconds=limit_seconds)
-            self.kill()
+        log.error("process does not answer and is killed", process=self.plan.name, silent_seconds=limit_seconds)
+        self.kill()

@@ -14,8 +14,8 @@ from typing import Any
 
 from libs.obs import get_logger
 from services.supervisor.failures import UpFailed
-from services.supervisor.process import SupervisedProcess
-from services.supervisor.restart_policy import GiveUp, RestartLimits, RestartPolicy
+from services.supervisor.process import LifeEvents, SupervisedProcess
+from services.supervisor.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
 
 _PROGRESS_INTERVAL_SECONDS = 10.0
 
@@ -79,13 +79,17 @@ class Supervisor:
             self._on_change()
 
         def on_healthy() -> None:
-            policy.on_healthy()
             log.info("process healthy", process=plan.name)
             self._on_change()
 
+        def on_ready() -> None:
+            if policy.num_failed_starts:
+                log.info("process ready again", process=plan.name, num_failed_starts=policy.num_failed_starts)
+            policy.on_ready()
+
         while not self._stopping.is_set():
             try:
-                exit_code = await process.run_once(on_started, on_healthy)
+                exit_code = await process.run_once(LifeEvents(on_started, on_healthy, on_ready))
             except OSError as error:
                 self._fail(process, f"cannot be started: {error}")
                 return
@@ -97,12 +101,7 @@ class Supervisor:
                 self._fail(process, decision.reason)
                 return
             process.num_restarts += 1
-            log.warning(
-                "process ended",
-                process=plan.name,
-                exit_code=exit_code,
-                restart_in_seconds=decision.delay_seconds,
-            )
+            _log_restart(plan.name, exit_code, decision)
             await self._unless_stopping(asyncio.sleep(decision.delay_seconds))
 
     async def _announce_readiness(self, timeout_seconds: float) -> None:
@@ -155,3 +154,15 @@ class Supervisor:
             last_lines = "\n".join(f"  {line}" for line in process.output.tail)
             self._failure = f"{process.plan.name} {reason}. Its last lines:\n{last_lines}"
         self._stopping.set()
+
+
+def _log_restart(name: str, exit_code: int, decision: RestartAfter) -> None:
+    fields = {"process": name, "exit_code": exit_code, "restart_in_seconds": decision.delay_seconds}
+    if decision.num_failed_starts:
+        log.error(
+            "process ended before it was ready again; its own log says why",
+            **fields,
+            num_failed_starts=decision.num_failed_starts,
+        )
+    else:
+        log.warning("process ended", **fields)

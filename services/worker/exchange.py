@@ -141,6 +141,12 @@ class Exchange:
             total += place[rank]
         return total.reshape(part.shape)
 
+    def agree(self, is_so: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return what is so on all ranks, the same on all; raises WorkerLost."""
+        num_ranks = self.add(is_so.astype(np.float32))
+        agreed: NDArray[np.bool_] = num_ranks == self.layout.num_ranks
+        return agreed
+
     def gather_columns(self, columns: NDArray[np.float32], first: int) -> NDArray[np.float32]:
         """Return rows of all ranks' columns, of which this rank has those from ``first`` on; raises WorkerLost."""
         if len(columns) > len(self._logits):

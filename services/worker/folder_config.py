@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.errors import ModelLoadFailed
+from libs.text.context_length import max_context_length
 from services.worker.weights import (
     ARCHITECTURES,
     GEMMA3,
@@ -32,7 +33,6 @@ from services.worker.weights import (
 # for an architecture of its own.
 _SERVED: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
-    "quantization_config": (),
     "partial_rotary_factor": (1.0,),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
@@ -59,9 +59,9 @@ _MODEL_TYPES = {
 # Keys that such a configuration may leave out, as transformers fills them in.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     LLAMA: {"rms_norm_eps": 1e-6, "max_position_embeddings": 2_048},
-    MISTRAL: {"sliding_window": 4_096, "num_key_value_heads": 8},
-    QWEN2: {"sliding_window": 4_096, "max_window_layers": 28},
-    QWEN3: {"sliding_window": 4_096, "max_window_layers": 28, "head_dim": 128},
+    MISTRAL: {"sliding_window": 4_096, "num_key_value_heads": 8, "rms_norm_eps": 1e-6},
+    QWEN2: {"sliding_window": 4_096, "max_window_layers": 28, "rms_norm_eps": 1e-6},
+    QWEN3: {"sliding_window": 4_096, "max_window_layers": 28, "head_dim": 128, "rms_norm_eps": 1e-6},
     GEMMA3: {
         "sliding_window": 4_096,
         "head_dim": 256,
@@ -122,6 +122,14 @@ def _architecture(values: Mapping[str, Any], path: Path) -> str:
 
 
 def _refuse_variants(values: Mapping[str, Any], architecture: str, path: Path) -> None:
+    quantization = values.get("quantization_config")
+    if quantization is not None:
+        # The rest is long: it may list all layers.
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ModelLoadFailed(
+            f"{path} has a quantization_config with quant_method = {method!r}, which is not served; use the "
+            "model's unquantized weights, or a GGUF file of it."
+        )
     activation_key = _ACTIVATION_KEYS.get(architecture, "hidden_act")
     served = {**_SERVED, activation_key: _ACTIVATIONS.get(architecture, ("silu", "swish"))}
     if architecture == QWEN2:
@@ -153,7 +161,7 @@ def _model_config(values: Mapping[str, Any], architecture: str, path: Path) -> M
         rope_scaling=_rope_scaling(rope, values, path),
         rms_norm_eps=float(values["rms_norm_eps"]),
         has_tied_embeddings=bool(values.get("tie_word_embeddings", False)),
-        max_position=int(values["max_position_embeddings"]),
+        max_position=int(max_context_length(values) or values["max_position_embeddings"]),
         layer_windows=windows,
         window_rope_theta=_window_rope_theta(window_rope, values, path),
         has_qkv_bias=has_bias or architecture == QWEN2,

@@ -106,7 +106,8 @@ def read_gguf_config(
         num_kv_heads=int(metadata.optional("attention.head_count_kv") or num_heads),
         head_dim=_head_dim(metadata, hidden_size // num_heads),
         intermediate_size=int(metadata.required("feed_forward_length")),
-        vocab_size=int(metadata.optional("vocab_size") or vocab_size),
+        # Some files name the size of another version of the model; llama.cpp goes by what there is, too.
+        vocab_size=int(vocab_size or metadata.optional("vocab_size") or 0),
         rope_theta=float(metadata.optional("rope.freq_base") or 10_000.0),
         rope_scaling=_rope_scaling(metadata, frequency_factors),
         rms_norm_eps=float(metadata.required("attention.layer_norm_rms_epsilon")),
@@ -145,7 +146,9 @@ def _head_dim(metadata: GgufMetadata, by_default: int) -> int:
 
 
 def _rope_scaling(metadata: GgufMetadata, frequency_factors: tuple[float, ...] | None) -> RopeScaling | None:
-    kind = metadata.optional("rope.scaling.type") or "none"
+    factor = metadata.optional("rope.scaling.factor") or metadata.optional("rope.scale_linear")
+    # To llama.cpp a factor alone is a linear one; the other key is that of older files.
+    kind = metadata.optional("rope.scaling.type") or ("none" if factor in (None, 1.0) else "linear")
     if frequency_factors is not None:
         if kind != "none":
             raise ModelLoadFailed(f"{metadata.path} scales rotary positions in two ways; one is served.")
@@ -154,7 +157,7 @@ def _rope_scaling(metadata: GgufMetadata, frequency_factors: tuple[float, ...] |
         case "none":
             return None
         case "linear":
-            return LinearRopeScaling(float(metadata.required("rope.scaling.factor")))
+            return LinearRopeScaling(float(factor or metadata.required("rope.scaling.factor")))
         case "yarn":
             factor = float(metadata.required("rope.scaling.factor"))
             return YarnRopeScaling(

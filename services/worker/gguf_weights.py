@@ -6,6 +6,7 @@ must not know how a model computes.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -93,7 +94,30 @@ class GgufWeights:
 
 
 class _TensorReader(GGUFReader):
-    """The package's reader without long arrays: they take it seconds and are the tokenizer's, not ours."""
+    """The package's reader without long arrays: they take it seconds and are the tokenizer's, not ours.
+
+    It believes where a file says that its tensors are; here they must lie one after the other, as they do in every
+    file that llama.cpp reads: with a format or a place that is not its own a tensor would be another's values.
+    """
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        expected_offset = 0
+        for field in fields:
+            _, name_parts, _, dimensions, (kind,), (offset,) = field.parts
+            name = bytes(name_parts).decode()
+            if kind not in set(GGMLQuantizationType):
+                raise ModelLoadFailed(
+                    f"The tensor {name} has the unknown format number {kind}, which is not served."
+                )
+            if offset != expected_offset:
+                raise ModelLoadFailed(
+                    f"The tensor {name} begins at byte {offset} of the data instead of {expected_offset}; the file "
+                    "is damaged, fetch it again."
+                )
+            block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            num_bytes = math.prod(dimensions.tolist()) * block_bytes // block_values
+            expected_offset += -(-num_bytes // int(self.alignment)) * int(self.alignment)
+        super()._build_tensors(start_offs, fields)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:  # Any: a tuple of the package's own parts.
         if raw_type != GGUFValueType.ARRAY:

@@ -18,10 +18,10 @@ from libs.config import load
 from libs.lifecycle import Lifecycle, run
 from libs.obs import configure_logging, get_logger
 from libs.obs.metrics import WorkerMetrics, serve_metrics
-from libs.rpc import make_server
+from libs.rpc import RpcServer, make_server
 from services.worker.config import RunnerKind, WorkerConfig
 from services.worker.deferred_runner import DeferredRunner
-from services.worker.servicer import WorkerServicer, registration
+from services.worker.servicer import MODEL_HEALTH, WorkerServicer, registration
 from services.worker.step import ModelRunner
 
 _log = get_logger("worker")
@@ -30,6 +30,7 @@ _log = get_logger("worker")
 # operator wait for a thread that the system has taken away: with libgomp's default a decode step of 64 sequences
 # took 270 to 550 ms on two busy cores, without spinning 110 ms (66 and 71 ms on idle ones).
 _SPIN_COUNT = "0"
+_HEALTH_INTERVAL_SECONDS = 0.1
 
 
 def main(argv: Sequence[str]) -> None:
@@ -49,15 +50,27 @@ async def _serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
     metrics_server = serve_metrics(metrics.registry, config.metrics_port, config.listen_address)
     # Serving means that LoadModel is taken; the engine waits for its end.
     await server.set_serving(True)
+    following = asyncio.create_task(_follow_model(servicer, server))
     _log.info("worker ready", address=server.address, runner=config.runner.value)
     await lifecycle.wait_for_shutdown()
     _log.info("draining")
+    following.cancel()
     # The engine drains first and closes its stream; one that does not is cut off after the grace.
     await server.stop(config.drain_grace_seconds)
     await servicer.close()
     if metrics_server is not None:
         await asyncio.to_thread(metrics_server.shutdown)
     _log.info("worker stopped")
+
+
+async def _follow_model(servicer: WorkerServicer, server: RpcServer) -> None:
+    """Tell who asks for the model's health whether it is loaded, until cancelled."""
+    told: bool | None = None
+    while True:
+        if servicer.is_loaded is not told:
+            told = servicer.is_loaded
+            await server.set_health(MODEL_HEALTH, is_serving=told)
+        await asyncio.sleep(_HEALTH_INTERVAL_SECONDS)
 
 
 def _make_runner(config: WorkerConfig) -> ModelRunner:

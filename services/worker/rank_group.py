@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from services.worker.exchange import Exchange, ExchangeLayout
 from services.worker.input_batch import FlatBatch
 
@@ -38,6 +41,13 @@ class RankGroup(Protocol):
         """Make sure that all ranks have computed the same batch; raises InternalError."""
         ...
 
+    def agree(self, is_so: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return what is so on all ranks, the same on all; raises WorkerLost when one does not come.
+
+        For what depends on time, which passes otherwise on each rank.
+        """
+        ...
+
     def leave(self) -> None:
         """Leave the group, so that no other rank waits for this one; may be called again."""
         ...
@@ -62,6 +72,10 @@ class LoneRank:
 
     def end_batch(self) -> None:
         """Do nothing."""
+
+    def agree(self, is_so: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return what is so here."""
+        return is_so
 
     def leave(self) -> None:
         """Do nothing: nobody waits."""

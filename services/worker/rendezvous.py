@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from libs.errors import ModelLoadFailed, WorkerLost
 from libs.obs import get_logger
@@ -107,6 +108,10 @@ class SharedMemoryGroup:
     def end_batch(self) -> None:
         """Make sure that all ranks have computed the same batch; raises InternalError."""
         self._exchange.end_batch()
+
+    def agree(self, is_so: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return what is so on all ranks; raises WorkerLost when one does not come."""
+        return self._exchange.agree(is_so)
 
     def leave(self) -> None:
         """Leave the group, so that no other rank waits for this one; may be called again."""

@@ -82,10 +82,15 @@ class Sampler:
         """Whether the sequence's logits are changed, for which its tokens are needed."""
         return self._rules[slot] is not None
 
-    def is_late(self, slot: int) -> bool:
-        """Whether the sequence's matcher allowed nothing only because it was not prepared in time."""
+    def unprepared(self, slots: IntArray) -> dict[int, TokenMatcher]:
+        """Return the matchers, by slot, that must be prepared before these sequences can be sampled."""
+        matchers = ((slot, self._matchers[slot]) for slot in slots.tolist())
+        return {slot: matcher for slot, matcher in matchers if matcher is not None and not matcher.is_prepared}
+
+    def matcher_failure(self, slot: int) -> str | None:
+        """Why the sequence's matcher allows nothing, as a sentence; None where it does."""
         matcher = self._matchers[slot]
-        return matcher is not None and matcher.is_late
+        return None if matcher is None else matcher.failure
 
     def wants_logprobs(self, slots: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which of the sequences want the log-probabilities of their output."""

@@ -14,13 +14,21 @@ from numpy.typing import NDArray
 
 from services.worker.draft_verifier import sample_sequences
 from services.worker.forward_pass import ForwardPass
+from services.worker.grammar_matcher import prepare_all
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.kv_cache import KVCache
 from services.worker.prompt_logprobs import PromptScorer
 from services.worker.rank_group import RankGroup
 from services.worker.row_sampler import RowStatus
 from services.worker.sampler import Sampler
-from services.worker.step import FailedSequence, NewSequence, OutputLogprobs, SampledTokens, SequenceFailure
+from services.worker.step import (
+    FailedSequence,
+    IntArray,
+    NewSequence,
+    OutputLogprobs,
+    SampledTokens,
+    SequenceFailure,
+)
 from services.worker.token_mask import TokenMatcher
 from services.worker.work_counter import WorkCounter
 
@@ -79,6 +87,10 @@ class ServedModel:
         is_finite = forwarded.is_finite & prompts.is_measured
         failed = [] if is_finite.all() else self._fail_sequences(batch, ~is_finite)
         is_sampled = batch.is_sampled & is_finite
+        late = self._fail_late(batch.slots[is_sampled])
+        if late:
+            failed += late
+            is_sampled &= ~np.isin(batch.slots, [each.slot for each in late])
         slots = batch.slots[is_sampled]
         num_tokens = token_ids = np.empty(0, dtype=np.int64)
         logprobs = OutputLogprobs.none()
@@ -99,11 +111,22 @@ class ServedModel:
         self.batch.commit(batch, slots, num_tokens, token_ids)
         return SampledTokens(slots, num_tokens, token_ids, tuple(failed), logprobs, prompts.logprobs)
 
+    def _fail_late(self, slots: IntArray) -> list[FailedSequence]:
+        """Fail sequences whose grammar does not come in time, on whichever rank: all go on with the same ones."""
+        waiting = self.sampler.unprepared(slots)
+        if not waiting:
+            return []
+        is_prepared = self.group.agree(prepare_all([*waiting.values()]))
+        return [
+            self.batch.fail(slot, SequenceFailure.NOT_READY, _GRAMMAR_LATE)
+            for slot, is_there in zip(waiting, is_prepared.tolist(), strict=True)
+            if not is_there
+        ]
+
     def _fail_row(self, slot: int, status: RowStatus) -> FailedSequence:
-        if self.sampler.is_late(slot):
-            return self.batch.fail(slot, SequenceFailure.NOT_READY, _GRAMMAR_LATE)
         if status == RowStatus.NO_TOKEN_LEFT:
-            return self.batch.fail(slot, SequenceFailure.NO_TOKEN_LEFT, _NO_TOKEN_LEFT)
+            reason = self.sampler.matcher_failure(slot) or _NO_TOKEN_LEFT
+            return self.batch.fail(slot, SequenceFailure.NO_TOKEN_LEFT, reason)
         return self.batch.fail(slot, SequenceFailure.INVALID_LOGITS, _NOT_NUMBERS)
 
     def _fail_sequences(self, batch: FlatBatch, is_failed: NDArray[np.bool_]) -> list[FailedSequence]:

@@ -25,6 +25,8 @@ from services.worker.step import LoadedModel, LoadProgress, LoadRequest, ModelRu
 from services.worker.step_meter import StepMeter
 
 SERVICE_NAME = "octavo.worker.v1.WorkerService"
+# Its health is that of the model: a server takes calls before there is one.
+MODEL_HEALTH = "octavo.worker.v1.Model"
 
 _PROGRESS_INTERVAL_SECONDS = 0.5
 # An engine has few in flight.
@@ -80,9 +82,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await abort_with(context, error)
         finally:
             # Steps of it that wait for the thread are not to run.
-            stream.end("The stream of steps is over.")
+            stream.end(Cancelled("The stream of steps is over."))
             if self._stream is stream:
                 self._stream = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there is a model."""
+        return self._load is not None and self._load.is_loaded
 
     async def close(self) -> None:
         """Wait for the step or load that is running, and end the thread."""
@@ -90,7 +97,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _load_for(self, request: LoadRequest) -> _Load:
         if self._load is None or self._load.has_failed or self._load.request != request:
-            self._end_stream("The model is loaded anew.")
+            self._end_stream(Cancelled("The model is loaded anew."))
             if self._load is not None:
                 self._load.supersede()
             self._load = _Load(request, self._model_name)
@@ -122,7 +129,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _take_over(self, stream: _StepStream) -> None:
         if self._load is None or not self._load.is_loaded:
             raise ModelLoadFailed("No model is loaded; call LoadModel first and wait for its end.")
-        self._end_stream("Another stream of steps was opened; this worker takes its steps from there.")
+        self._end_stream(Cancelled("Another stream of steps was opened; this worker takes its steps from there."))
         self._stream = stream
         # Runs after the older stream's last step, which the thread may still be computing.
         await self._in_thread(self._begin_stream)
@@ -132,9 +139,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._runner.reset()
         self._meter.stream_opened()
 
-    def _end_stream(self, reason: str) -> None:
+    def _end_stream(self, error: Cancelled) -> None:
         if self._stream is not None:
-            self._stream.end(reason)
+            self._stream.end(error)
             self._stream = None
 
     async def _run_steps(
@@ -158,9 +165,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             async for request in requests:
                 await stream.submit(self._start(partial(self._execute, stream, request)))
             await stream.submit(None)
+        except OctavoError as error:
+            stream.end(error)
         except Exception as error:
             # Whatever gRPC raises here: nothing more comes.
-            stream.end(f"The engine's steps cannot be read: {type(error).__name__}: {error}")
+            stream.end(Cancelled(f"The engine's steps cannot be read: {type(error).__name__}: {error}"))
 
     def _execute(
         self, stream: _StepStream, request: worker_pb2.ExecuteStepsRequest
@@ -174,7 +183,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             result = self._runner.execute(step)
         except BaseException:
             # Those behind it count on what it would have done.
-            stream.forbid("An earlier step failed.")
+            stream.forbid(Cancelled("An earlier step failed."))
             raise
         self._meter.step_done(step, result, started=started, ended=time.perf_counter())
         return wire.step_response(result)
@@ -264,32 +273,32 @@ class _StepStream:
         # Steps in the order in which they came, computed or to be computed; None after the last. While it is full
         # more steps wait in gRPC's flow-controlled buffer.
         self._submitted: asyncio.Queue[_RunningStep | None] = asyncio.Queue(_MAX_SUBMITTED_STEPS)
-        self._reason: str | None = None
+        self._error: OctavoError | None = None
 
-    def end(self, reason: str) -> None:
+    def end(self, error: OctavoError) -> None:
         """End the stream from outside: no step of it begins any more, and who waits for one is told."""
-        self.forbid(reason)
+        self.forbid(error)
         while not self._submitted.empty():
             waiting = self._submitted.get_nowait()
             if waiting is not None:
                 waiting.cancel()
         self._submitted.put_nowait(None)
 
-    def forbid(self, reason: str) -> None:
-        """Let no further step run; may be called from any thread. The first reason stays."""
-        self._reason = self._reason or reason
+    def forbid(self, error: OctavoError) -> None:
+        """Let no further step run; may be called from any thread. The first error stays."""
+        self._error = self._error or error
 
     def raise_if_ended(self) -> None:
-        """Raise Cancelled when no step may run any more; may be called from any thread."""
-        if self._reason is not None:
-            raise Cancelled(self._reason)
+        """Raise why no step may run any more; may be called from any thread."""
+        if self._error is not None:
+            raise self._error
 
     async def submit(self, step: _RunningStep | None) -> None:
         """Add a step, or None after the last, when there is room."""
         await self._submitted.put(step)
 
     async def next_submitted(self) -> _RunningStep | None:
-        """Return the next step, or None when the engine has no more; raises Cancelled when ended."""
+        """Return the next step, or None when the engine has no more; raises why it was ended."""
         step = await self._submitted.get()
         if step is None:
             self.raise_if_ended()

@@ -28,7 +28,7 @@ from libs.errors import InternalError, ModelLoadFailed, UnsupportedField
 from libs.logprobs import TokenLogprobs
 from libs.text import ModelText, load_model_text, resolve_model_path
 from services.worker.config import WorkerConfig
-from services.worker.grammar_matcher import GrammarMatcher, GrammarMatchers
+from services.worker.grammar_matcher import GrammarMatcher, GrammarMatchers, prepare_all
 from services.worker.input_batch import BatchLimits, FlatBatch, InputBatch
 from services.worker.step import (
     IntArray,
@@ -289,6 +289,8 @@ class _StubState:
 
     def _allowed_token_id(self, matcher: GrammarMatcher, draw: int) -> int | None:
         mask = np.zeros(num_mask_words(self._limits.vocab_size), dtype=np.int32)
+        if not matcher.is_prepared and not prepare_all([matcher]).all():
+            return None
         matcher.fill_mask(mask)
         allowed = np.flatnonzero(allowed_of(mask, self._limits.vocab_size))
         if not len(allowed):

@@ -21,8 +21,17 @@ class TokenMatcher(Protocol):
     """Follows one sequence's output and says which tokens may come next. All calls are from the runner's thread."""
 
     @property
-    def is_late(self) -> bool:
-        """Whether its last mask allows nothing only because it was not prepared in time."""
+    def is_prepared(self) -> bool:
+        """Whether masks can be filled without waiting for what is prepared elsewhere."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why masks allow nothing, as a sentence for the one who asked; None while nothing is wrong."""
+        ...
+
+    def prepare(self, timeout_seconds: float) -> bool:
+        """Wait until masks can be filled; False when that takes longer than ``timeout_seconds``."""
         ...
 
     def fill_mask(self, mask: TokenMask) -> None:

@@ -26,6 +26,8 @@ ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3)
 
 # More than any model has: what says more is damaged, and is not to be believed by anything that it would size.
 MAX_LAYERS = 4_096
+_MAX_POSITION = 2**31 - 1
+_MAX_SIZE = 2**24
 
 # Tensors that some files carry and that are derived from the configuration here.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -141,7 +143,7 @@ class ModelConfig:
                 f"The architecture {self.architecture!r} is not served; these are: {', '.join(ARCHITECTURES)}."
             )
         for name in _SIZES:
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) <= (_MAX_POSITION if name == "max_position" else _MAX_SIZE):
                 raise ModelLoadFailed(f"A model whose {name} is {getattr(self, name)} cannot be served.")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ModelLoadFailed(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly.")
@@ -151,6 +153,10 @@ class ModelConfig:
             raise ModelLoadFailed(f"The model has {self.num_layers} layers, but {len(self.layer_windows)} windows.")
         if any(window is not None and window < 1 for window in self.layer_windows):
             raise ModelLoadFailed("A sliding window of less than one token leaves nothing to attend to.")
+        if isinstance(self.rope_scaling, FrequencyFactors) and len(self.rope_scaling.factors) != self.head_dim // 2:
+            raise ModelLoadFailed(
+                f"{len(self.rope_scaling.factors)} frequency factors do not fit heads of {self.head_dim} values."
+            )
         if not all(map(_is_positive, _rotary_constants(self))):
             raise ModelLoadFailed(
                 f"Rotary positions need bases, factors and lengths above 0, not {self.rope_theta:g} with "

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from libs.config import ConfigError
 from libs.errors import ModelLoadFailed
 from libs.lifecycle import Lifecycle, run
-from libs.rpc import make_server
+from libs.rpc import RpcServer, make_server
 
 
 def main() -> None:
@@ -35,6 +36,8 @@ def main() -> None:
             server = make_server(flags["listen-address"], [])
             await server.start()
             await server.set_serving(behaviour != "never-ready")
+            if tier == "worker":
+                await _load(server, behaviour)
             await lifecycle.wait_for_shutdown()
             await server.stop(0)
         else:
@@ -46,6 +49,13 @@ def main() -> None:
                 journal.write(f"{tier}\n")
 
     run(serve, tier=tier)
+
+
+async def _load(server: RpcServer, behaviour: str) -> None:
+    """Have the health of a worker that loads its model, or die of that while there is a file."""
+    if behaviour.startswith("die-at-load-while:") and Path(behaviour.partition(":")[2]).exists():
+        os._exit(1)
+    await server.set_health("octavo.worker.v1.Model", is_serving=True)
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

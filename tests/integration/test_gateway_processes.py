@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from libs.lifecycle import SUPERVISED_VARIABLE
 from libs.protogen.telemetry.v1 import telemetry_pb2
 from tests.fakes.fake_generation_engine import Script
 from tests.integration.gateway_process import MODEL_NAME, START_SECONDS, Stand, open_stand, write_keys
@@ -105,6 +106,32 @@ async def test_a_killed_process_takes_only_its_own_requests(stand: Stand) -> Non
     for task in hanging:
         task.cancel()
     await asyncio.gather(*hanging, return_exceptions=True)
+
+
+async def test_a_frozen_process_is_killed_and_started_again(tmp_path: Path) -> None:
+    """The kernel goes on giving it connections, which nobody would ever answer."""
+    flags = ("--gateway-processes", "2", "--process-silence-seconds", "1")
+    async with open_stand(tmp_path, *flags) as stand:
+        await until_started(stand, 2)
+        stand.engine.default_script = Script(token_ids=stand.encode("a b"))
+
+        frozen = children(stand)[0]
+        os.kill(frozen, signal.SIGSTOP)
+        await until_started(stand, 3)
+        await asyncio.gather(*(post(stand) for _ in range(10)))
+
+        assert frozen not in children(stand)
+
+
+async def test_a_supervisor_can_kill_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that outlived a frozen parent kept its successor's from their spools until they had drained."""
+    monkeypatch.setenv(SUPERVISED_VARIABLE, str(os.getpid()))
+    async with open_stand(tmp_path, "--gateway-processes", "2") as stand:
+        await until_started(stand, 2)
+
+        groups = {os.getpgid(pid) for pid in (stand.gateway.process.pid, *children(stand))}
+
+    assert len(groups) == 1
 
 
 @pytest.mark.slow

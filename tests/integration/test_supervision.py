@@ -80,9 +80,10 @@ def test_a_process_that_answers_nothing_is_killed_and_started_again(running_octa
     limits = ("--worker-silence-seconds", "2", "--process-silence-seconds", "2")
 
     with running_octavo(*limits, command=_FAKES) as octavo:
-        frozen = {
-            name: octavo.kill(name, signal.SIGSTOP) for name in ("worker-0", "engine-0", "router", "telemetry")
-        }
+        names = ("worker-0", "engine-0", "router", "telemetry", "gateway", "clickhouse", "valkey")
+        for name in names:
+            octavo.wait_until_healthy(name)
+        frozen = {name: octavo.kill(name, signal.SIGSTOP) for name in names}
 
         for name, pid in frozen.items():
             octavo.wait_until_healthy(name, after_pid=pid)
@@ -181,6 +182,28 @@ def test_stops_when_a_process_ends_again_and_again(running_octavo: StartOctavo) 
 
     assert exit_code == 1
     assert "octavo up: router ended more than 1 times within 60 seconds (killed by signal 9)." in octavo.stderr()
+
+
+def test_a_worker_that_dies_at_each_load_is_waited_for_longer_each_time_until_it_loads(
+    running_octavo: StartOctavo, tmp_path: Path
+) -> None:
+    too_little_memory = tmp_path / "too-little-memory"
+    behaviour = f"worker.behaviour=die-at-load-while:{too_little_memory}"
+    with running_octavo("--set", behaviour, command=_FAKES) as octavo:
+        too_little_memory.touch()
+        octavo.kill("worker-0")
+        octavo.wait_for_stderr('"num_failed_starts": 3')
+        too_little_memory.unlink()
+        octavo.wait_for_stderr("process ready again")
+
+        octavo.wait_until_healthy("worker-0", after_pid=octavo.kill("worker-0"))
+
+    stderr = octavo.stderr()
+    assert "process ended before it was ready again; its own log says why" in stderr
+    # Who has loaded is no failure any more: its next end is the second of those that count.
+    last_end = [line for line in stderr.splitlines() if "process ended" in line and '"worker-0"' in line][-1]
+    assert '"restart_in_seconds": 0.2' in last_end
+    assert "num_failed_starts" not in last_end
 
 
 def test_runs_no_store_of_its_own_when_urls_are_given(running_octavo: StartOctavo) -> None:

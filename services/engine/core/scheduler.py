@@ -64,11 +64,6 @@ from services.engine.core.token_budget import TokenBudget
 # served one after the other: the first has its first token sooner if it need not share, and the second no later.
 _YIELDS_FROM = 2
 
-# What a step tells workers of sequences that join it, beyond one: a message has a bound of 16 MiB, and many choices
-# could join at once, each with a prompt as long as the model's context and a grammar of hundreds of kilobytes.
-_MAX_JOINING_BYTES = 8 * 2**20
-_MAX_BYTES_PER_TOKEN_ID = 5
-
 _NO_BLOCKS = np.empty(0, np.int32)
 
 
@@ -476,7 +471,7 @@ class Scheduler:
             rule.begin_pass()
         while plan.budget.has_room_for_prompts and self._table.has_free_slot:
             sequence = self._queue.peek()
-            if sequence is None or not plan.has_room_to_tell(_bytes_told_of(sequence), _MAX_JOINING_BYTES):
+            if sequence is None or not plan.joining_message.has_room_for(sequence):
                 return
             hit = self._find_start(sequence)
             if hit is None:
@@ -539,7 +534,7 @@ class Scheduler:
         slots, counts = np.array([slot]), np.array([num_tokens])
         missing = self._manager.missing_blocks(slots, counts + hit.num_tokens)
         plan.add(slots, counts, missing, self._manager.allocate(slots, missing))
-        plan.num_joining_bytes += _bytes_told_of(sequence)
+        plan.joining_message.add(sequence)
         plan.new_sequences.append(
             NewSequence(
                 slot=slot,
@@ -716,11 +711,6 @@ class Scheduler:
         self._ended_slots.append(slot)
         for prefix_hash in self._prefix_work.leave(sequence.handle):
             self._queue.wake(prefix_hash)
-
-
-def _bytes_told_of(sequence: Sequence) -> int:
-    """Return what a step that a sequence joins tells workers of it, at most."""
-    return len(sequence.token_ids) * _MAX_BYTES_PER_TOKEN_ID + sequence.request.num_params_bytes
 
 
 def _prompt_of(sequence: Sequence) -> tuple[str, int]:

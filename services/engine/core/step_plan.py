@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from services.engine.core.joining_message import JoiningMessage
 from services.engine.core.kv_cache_manager import BlockCopy
 from services.engine.core.request import TokenIds
 from services.engine.core.scheduler_output import NewSequence, StepDrafts
@@ -23,7 +24,7 @@ class StepPlan:
     """What a pass has decided so far: parallel lists of arrays, joined at the end.
 
     ``decodes`` are the sequences that compute one token, and come first; ``drafts`` what they compute behind it, by
-    their place in the step. ``num_joining_bytes`` is what workers are told of ``new_sequences``.
+    their place in the step. ``joining_message`` bounds what workers are told of ``new_sequences``.
     """
 
     budget: TokenBudget
@@ -32,14 +33,10 @@ class StepPlan:
     num_new_blocks: list[Counts] = field(default_factory=list)
     new_block_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     new_sequences: list[NewSequence] = field(default_factory=list)
-    num_joining_bytes: int = 0
+    joining_message: JoiningMessage = field(default_factory=JoiningMessage)
     block_copies: list[BlockCopy] = field(default_factory=list)
     decodes: Slots = field(default_factory=lambda: np.empty(0, np.int64))
     drafts: dict[int, TokenIds] = field(default_factory=dict)
-
-    def has_room_to_tell(self, num_bytes: int, max_bytes: int) -> bool:
-        """Say whether workers can be told of one more sequence in this step; of one they always can."""
-        return not self.new_sequences or self.num_joining_bytes + num_bytes <= max_bytes
 
     def add_decodes(self, slots: Slots, num_new_blocks: Counts, new_block_ids: npt.NDArray[np.int32]) -> None:
         """Add the sequences that compute one token, before all others."""

@@ -51,9 +51,13 @@ async def test_readiness_is_what_engines_say_now(start_engine: StartEngine) -> N
     assert await directory.has_ready_engine(1.0)
     engine.state = engine_pb2.ENGINE_STATE_STARTING
     assert not await directory.has_ready_engine(1.0)
+    assert await directory.unready_reason(1.0) == (
+        "No engine is ready: fake-0 waits for its workers to load the model, whose logs say why if that lasts."
+    )
     engine.state = engine_pb2.ENGINE_STATE_READY
     await engine.stop()
     assert not await directory.has_ready_engine(1.0)
+    assert await directory.unready_reason(1.0) == "No engine is ready: 1 does not answer."
     assert await directory.ask_all(1.0) == []
     await directory.close()
 
@@ -81,7 +85,9 @@ async def test_an_engine_that_hashes_in_another_way_is_left_out(start_engine: St
     await directory.refresh()
 
     assert directory.engines == ()
-    assert not await directory.has_ready_engine(1.0)
+    assert await directory.unready_reason(1.0) == (
+        "No engine is ready: fake-0 serves another model, or with another block size."
+    )
     assert len(await directory.ask_all(1.0)) == 1
     await directory.close()
 

@@ -7,10 +7,29 @@ import socket
 
 from aiohttp import web
 
+from libs.errors import InvalidRequest
+from services.gateway.http_body import BodyLimits, read_json_body
 from services.gateway.http_server import HttpServer
 from services.gateway.open_connections import OpenConnections
 from services.gateway.sse import HEADERS
 from tests.patience import PATIENCE_SECONDS
+
+
+def server_of(
+    app: web.Application,
+    *,
+    head_timeout_seconds: float = PATIENCE_SECONDS,
+    max_unread_seconds: float = PATIENCE_SECONDS,
+    max_connections: int = 8,
+) -> HttpServer:
+    return HttpServer(
+        app,
+        "127.0.0.1",
+        0,
+        head_timeout_seconds=head_timeout_seconds,
+        max_unread_seconds=max_unread_seconds,
+        max_connections=max_connections,
+    )
 
 
 async def test_what_is_written_is_sent_at_once() -> None:
@@ -24,7 +43,7 @@ async def test_what_is_written_is_sent_at_once() -> None:
 
     app = web.Application()
     app.router.add_get("/", handle)
-    server = HttpServer(app, "127.0.0.1", 0, max_unread_seconds=PATIENCE_SECONDS, max_connections=8)
+    server = server_of(app)
     host, port = await server.start()
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -46,7 +65,7 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_and_one_that_reads_
 
     app = web.Application()
     app.router.add_get("/", handle)
-    server = HttpServer(app, "127.0.0.1", 0, max_unread_seconds=1.0, max_connections=8)
+    server = server_of(app, max_unread_seconds=1.0)
     address = await server.start()
     deaf = socket.create_connection(address)
     deaf.sendall(question)
@@ -62,6 +81,74 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_and_one_that_reads_
 
     assert read.endswith(body)
     assert len(connections) == 2
+
+
+async def test_a_head_that_comes_too_slowly_is_refused_and_an_idle_connection_is_not() -> None:
+    """Slowloris: a line now and then, and no end."""
+
+    async def handle(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.3)
+        return web.Response(text="done")
+
+    app = web.Application()
+    app.router.add_get("/", handle)
+    server = server_of(app, head_timeout_seconds=0.2)
+    address = await server.start()
+    question = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    slow_reader, slow_writer = await asyncio.open_connection(*address)
+    reader, writer = await asyncio.open_connection(*address)
+    slow_writer.write(b"GET / HTTP/1.1\r\n")
+
+    async def send_lines() -> None:
+        while not slow_reader.at_eof():
+            slow_writer.write(b"X-Line: 1\r\n")
+            await asyncio.sleep(0.02)
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        sending = asyncio.create_task(send_lines())
+        refusal = await slow_reader.read()
+        await sending
+        answers = []
+        for _ in range(2):
+            # Idle for longer than a head may take, and then a handler that takes longer too.
+            await asyncio.sleep(0.3)
+            writer.write(question)
+            answers.append(await reader.readuntil(b"done"))
+    for each in (writer, slow_writer):
+        each.close()
+    await server.stop()
+
+    assert refusal.startswith(b"HTTP/1.1 408 ")
+    assert b"Connection: close" in refusal
+    assert [answer.startswith(b"HTTP/1.1 200 ") for answer in answers] == [True, True]
+
+
+async def test_a_body_that_trickles_is_refused() -> None:
+    limits = BodyLimits(max_bytes=1_000_000, timeout_seconds=0.2)
+    refused: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            await read_json_body(request, limits, lambda: None)
+        except InvalidRequest as error:
+            refused.append(error.message)
+        return web.Response(status=400)
+
+    app = web.Application()
+    app.router.add_post("/", handle)
+    server = server_of(app)
+    reader, writer = await asyncio.open_connection(*await server.start())
+    writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n{")
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not refused:
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+        answer = await reader.readline()
+    writer.close()
+    await server.stop()
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert refused == ["The body did not arrive within 0.2 seconds."]
 
 
 def test_streams_tell_proxies_to_pass_them_on() -> None:
@@ -81,7 +168,7 @@ async def test_idle_connections_give_way_to_those_that_ask() -> None:
 
     app = web.Application()
     app.router.add_get("/{path:.*}", handle)
-    server = HttpServer(app, "127.0.0.1", 0, max_unread_seconds=PATIENCE_SECONDS, max_connections=4)
+    server = server_of(app, max_connections=4)
     address = await server.start()
     writers: list[asyncio.StreamWriter] = []
 

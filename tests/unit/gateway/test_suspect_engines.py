@@ -26,7 +26,7 @@ def test_suspicion_lasts_from_the_last_failure_until_its_time_is_over() -> None:
     for clock.now in (106.0, 115.0, 116.0):
         found.append(suspects.engine_ids)
 
-    assert found == [("a", "b"), ("b",), ()]
+    assert found == [{"a", "b"}, {"b"}, set()]
 
 
 def test_an_engine_that_serves_is_trusted_at_once() -> None:
@@ -35,7 +35,7 @@ def test_an_engine_that_serves_is_trusted_at_once() -> None:
     suspects.trust("a")
     suspects.trust("never suspected")
 
-    assert suspects.engine_ids == ()
+    assert suspects.engine_ids == set()
 
 
 def test_only_the_latest_are_remembered() -> None:

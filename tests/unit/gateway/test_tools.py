@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ def test_a_required_call_is_right_whatever_the_model_says(
     use = use_of(tool_choice=choice, parallel_tool_calls=is_parallel)
     num_complete = 0
 
-    for seed in range(4):
+    for seed in range(12):
         text, is_complete = draw(compiler.compile(grammar_of(use)), model_text, seed)
         if not is_complete:
             continue
@@ -472,3 +474,32 @@ def test_calls_are_held_behind_reasoning_and_not_in_it(name: str, state: Reasoni
         assert accepts(call)
         assert accepts("No call.")
         assert not accepts(wrong)
+
+
+def names_taken(parse_name: Callable[[str], Any]) -> list[int]:
+    """Return how many characters a name may have, of some around the bounds of all dialects."""
+    taken = []
+    for length in (64, 65, 128, 129):
+        with contextlib.suppress(InvalidRequest):
+            parse_name("n" * length)
+            taken.append(length)
+    return taken
+
+
+def test_names_of_tools_are_bounded_as_each_dialect_has_it() -> None:
+    # anthropics/claude-code#96152: 128 with Anthropic, where OpenAI's have 64 (use-novamira/novamira#12).
+    turn = {"role": "user", "content": "Hi"}
+
+    def chat(name: str) -> Any:
+        return parse(tools=[{"type": "function", "function": {"name": name}}])
+
+    def message(name: str) -> Any:
+        call = {"type": "tool_use", "id": "a", "name": name, "input": {}}
+        body = {"model": "tiny", "max_tokens": 9, "tools": [{"name": name, "input_schema": {"type": "object"}}]}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
+        turns = [turn, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        choice = {"type": "tool", "name": name}
+        return parse_messages(body | {"messages": turns, "tool_choice": choice}, ModelFacts("tiny", 49152))
+
+    assert names_taken(chat) == [64]
+    assert names_taken(message) == [64, 65, 128]

@@ -142,7 +142,9 @@ def test_every_complete_output_validates(
         if num_complete == 4:
             break
         output, is_complete = draw(compiler.compile(schema_grammar(schema)), model_text, seed)
-        assert not re.search(r"\n\s*\n| {17}", re.sub(r'"(\\.|[^"\\])*"', "string", output)), "white space goes on"
+        assert not re.search(r"\n\s*\n| {17}", re.sub(r'"(\\.|[^"\\])*("|$)', "string", output)), (
+            "white space goes on"
+        )
         if is_complete:
             num_complete += 1
             validator.validate(json.loads(output))
@@ -307,3 +309,33 @@ def test_a_choice_is_bounded_as_a_whole(compiler: GrammarCompiler) -> None:
 
     with pytest.raises(InvalidRequest, match="A choice as a whole has 1 to 262144 characters"):
         compiler.compile(Grammar(GrammarForm.CHOICE, literals))
+
+
+def test_what_can_come_in_one_way_only_may_be_written_in_any_tokens(
+    compiler: GrammarCompiler, model_text: ModelText
+) -> None:
+    # To find the one way beforehand took as long as the text was, for each mask anew.
+    tokenizer = model_text.tokenizer
+    compiled = compiler.compile(Grammar(GrammarForm.LARK, ('%llguidance {"no_forcing": false}\nstart: "there"',)))
+
+    allowed = {tokenizer.token_bytes(token_id) for token_id in allowed_by(compiled, tokenizer.vocab_size).tolist()}
+
+    assert {b"t", b"th", b"there"} <= allowed <= {b"t", b"th", b"the", b"ther", b"there"}
+
+
+def test_a_long_repetition_is_followed(compiler: GrammarCompiler, model_text: ModelText) -> None:
+    [token_id] = model_text.tokenizer.encode("a", allow_special=False)
+    compiled = compiler.compile(Grammar(GrammarForm.REGEX, ("a{1000000000}",)))
+
+    for _ in range(20):
+        assert token_id in allowed_by(compiled, model_text.tokenizer.vocab_size)
+        compiled.accept(token_id)
+
+
+def test_terminals_that_take_too_long_for_a_mask_are_refused(compiler: GrammarCompiler) -> None:
+    # Its first mask took 250 ms, in which no sequence of the worker got a token, and a later one 600 ms.
+    terminals = [f"T{index}: /[a-z ]*{chr(97 + index % 26)}[a-z]{{{index // 26}}}/" for index in range(300)]
+    names = "|".join(f"T{index}" for index in range(300))
+
+    with pytest.raises(InvalidRequest, match="no output, or none that can be found"):
+        compiler.compile(Grammar(GrammarForm.LARK, ("\n".join([f"start: ({names})*", *terminals]),)))

@@ -57,6 +57,7 @@ PATTERNS = [f"a{index}.*b{index}" for index in range(24)]
         ({"enum": [1, 12345678901234567890123.0]}, "enum"),
         # Every answer ended with an error.
         ({"type": "number", "multipleOf": 65536, "minimum": 0, "maximum": 10**9}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 20000, "exclusiveMinimum": 0}, "multipleOf.*beside bounds"),
         # guidance-ai/llguidance#265: an answer ended in the middle.
         (
             {
@@ -106,7 +107,8 @@ def test_grammars_that_the_compiler_cannot_be_trusted_with_are_refused(text: str
         {"type": "integer", "minimum": -(2**53), "maximum": 2**63 - 1},
         {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
         {"const": 2**64 - 1},
-        {"type": "number", "multipleOf": 10_000, "minimum": 0, "maximum": 10**9},
+        {"type": "number", "multipleOf": 16_384, "minimum": 0, "maximum": 10**9},
+        {"type": "number", "multipleOf": 32_768},
     ],
 )
 def test_what_schemas_have_much_of_is_compiled(schema: Schema, compiler: GrammarCompiler) -> None:

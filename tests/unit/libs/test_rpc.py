@@ -6,11 +6,12 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
@@ -480,6 +481,70 @@ async def test_a_message_over_the_limit_is_refused_and_the_peer_unharmed(peer: P
             await stream.send(too_large)
 
     await _get_engine(peer)
+
+
+_UNREADABLE = b"\xff\xff\xff"
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("/octavo.engine.v1.EngineService/GetEngine", "unary_unary"),
+        ("/octavo.engine.v1.EngineService/WatchEngine", "unary_stream"),
+        ("/octavo.generation.v1.GenerationService/Generate", "stream_stream"),
+        ("/grpc.health.v1.Health/Check", "unary_unary"),
+        ("/grpc.health.v1.Health/Watch", "unary_stream"),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "stream_stream"),
+    ],
+)
+async def test_a_message_that_cannot_be_read_is_refused_in_a_sentence(
+    peer: Peer, method: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    request: Any = iter([_UNREADABLE]) if kind == "stream_stream" else _UNREADABLE
+    call: Any = getattr(peer.channel, kind)(method)(request)
+
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        if kind == "unary_unary":
+            await call
+        else:
+            await anext(aiter(call))
+
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details() == f"The message cannot be read: it is none of {method}, or damaged."
+    # No traceback: whoever sends garbage must not fill the log.
+    assert not [record for record in caplog.records if record.exc_info]
+    await _get_engine(peer)
+
+
+async def test_a_stream_goes_well_until_a_message_cannot_be_read(peer: Peer) -> None:
+    def messages() -> Iterator[bytes]:
+        yield _abort(7).SerializeToString()
+        yield _UNREADABLE
+
+    generate: Any = peer.channel.stream_stream(
+        "/octavo.generation.v1.GenerationService/Generate",
+        response_deserializer=generation_pb2.GenerateResponse.FromString,
+    )
+    answers = aiter(generate(messages()))
+
+    assert (await anext(answers)).step_id == 7
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await anext(answers)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await peer.generation.has_ended.wait()
+
+
+async def test_a_message_over_the_limit_has_a_status_of_its_own(peer: Peer) -> None:
+    large = bytes(17 * 1024 * 1024)
+
+    # The channels of this system would not send it.
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(peer.server.address, options=options) as channel:
+        call: Any = channel.unary_unary("/octavo.engine.v1.EngineService/GetEngine")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(large)
+
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-9, 0.1, 1.0, 3_600.000_000_001, 1e9])

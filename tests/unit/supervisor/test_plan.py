@@ -209,7 +209,11 @@ def test_who_is_asked_for_signs_of_life_may_be_silent_for_so_long() -> None:
         "router": 9,
         "engine-0": 9,
         "telemetry": 9,
+        "gateway": 9,
+        "clickhouse": 9,
+        "valkey": 9,
     }
+    assert "--process-silence-seconds=9.0" in _process(plan, "gateway").command
 
 
 def test_what_the_user_says_about_cores_and_memory_stands() -> None:
@@ -246,7 +250,9 @@ def test_readiness_does_not_wait_for_the_audit_store() -> None:
 def test_every_dependency_is_a_process_of_the_plan() -> None:
     processes = _plan("--engines", "2").processes
 
-    assert {name for process in processes for name in process.start_after} <= {process.name for process in processes}
+    assert {name for process in processes for name in process.start_after} <= {
+        process.name for process in processes
+    }
 
 
 def test_the_audit_store_leaves_the_cores_to_the_load_of_the_models() -> None:

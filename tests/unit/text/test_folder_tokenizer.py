@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.errors import ModelLoadFailed
+from libs.errors import InvalidRequest, ModelLoadFailed
 from libs.text import ChatMessage, IncrementalDetokenizer, ModelText, load_model_text, tokenizer_digest
 from libs.text.chat_template import ChatTemplate
 from libs.text.gguf_tokenizer import merges_by_score
@@ -60,6 +62,101 @@ def test_folder_files_say_what_ends_an_answer_and_how_long_it_may_be(smollm_fold
     assert model_text.eos_token_ids == (2, 0)
     assert model_text.max_model_len == 8192
     assert dict(model_text.tokenizer.named_tokens.texts) == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+
+
+def test_merges_are_never_left_out_by_chance(small_tokenizer_json: dict[str, Any], tmp_path: Path) -> None:
+    model = small_tokenizer_json["model"] | {"dropout": 0.5}
+    tokenizer = load_model_text(write_folder(tmp_path, small_tokenizer_json | {"model": model})).tokenizer
+
+    seen = {tuple(tokenizer.encode("hello the world", allow_special=allows)) for allows in [True, False] * 20}
+
+    assert len(seen) == 1
+
+
+def test_tokens_that_only_the_tokenizers_config_declares_are_tokens(
+    small_tokenizer_json: dict[str, Any], tmp_path: Path
+) -> None:
+    # transformers adds them when it loads a folder; an end token that is plain text ends no answer.
+    size = len(small_tokenizer_json["model"]["vocab"])
+    flags = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    without_added = small_tokenizer_json | {"added_tokens": []}
+    declared = {
+        "eos_token": "</s>",
+        "pad_token": "he",
+        "additional_special_tokens": ["<s>", "<nowhere>"],
+        # The second is another token in tokenizer.json, the third lies beyond a gap.
+        "added_tokens_decoder": {
+            str(size): {"content": "<call>", **flags},
+            "3": {"content": "<strange>", **flags},
+            str(size + 9): {"content": "<far>", **flags},
+        },
+    }
+
+    model_text = load_model_text(write_folder(tmp_path, without_added, tokenizer_config=declared))
+
+    tokenizer = model_text.tokenizer
+    assert model_text.eos_token_ids == (2,)
+    assert tokenizer.encode("</s><call><s>", allow_special=True) == [2, size, 1]
+    assert tokenizer.vocab_size == size + 1
+    assert not tokenizer.is_special(tokenizer.encode("he", allow_special=True)[-1])
+
+
+@pytest.mark.parametrize(
+    "decoder", [{"x": {}}, {"3": {}}, {"3": 5}, [1], {"1": {"content": "<s>", "special": 1}}], ids=repr
+)
+def test_declared_tokens_that_are_none_are_refused(
+    small_tokenizer_json: dict[str, Any], tmp_path: Path, decoder: object
+) -> None:
+    folder = write_folder(tmp_path, small_tokenizer_json, tokenizer_config={"added_tokens_decoder": decoder})
+
+    with pytest.raises(ModelLoadFailed, match="another form"):
+        load_model_text(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # As Qwen 2.5 and Qwen 3 tell to serve 131,072 tokens.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"type": "yarn", "factor": 4.0}, 163840),
+        ({"rope_type": "linear", "factor": 2.0}, 81920),
+        # What says the stretched length already.
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}, 40960),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 40960),
+        ({"rope_type": "default"}, 40960),
+        ({"rope_type": "yarn", "factor": "4"}, 40960),
+        (None, 40960),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_stretched_positions_allow_a_longer_context(
+    small_tokenizer_json: dict[str, Any], tmp_path: Path, key: str, config: Any, expected: int
+) -> None:
+    # vllm-project/vllm derives the same; with the configuration's number alone long prompts are refused.
+    config = {"model_type": "qwen3", "max_position_embeddings": 40960, key: config}
+
+    model_text = load_model_text(write_folder(tmp_path, small_tokenizer_json, config=config))
+
+    assert model_text.max_model_len == expected
+
+
+def test_gemma_says_the_stretched_length(small_tokenizer_json: dict[str, Any], tmp_path: Path) -> None:
+    config = {
+        "model_type": "gemma3_text",
+        "max_position_embeddings": 131072,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+
+    assert load_model_text(write_folder(tmp_path, small_tokenizer_json, config=config)).max_model_len == 131072
+
+
+def test_a_folder_says_how_it_is_sampled_from(small_tokenizer_json: dict[str, Any], tmp_path: Path) -> None:
+    said = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "max_new_tokens": 10}
+    folder = write_folder(tmp_path / "said", small_tokenizer_json, generation_config=said)
+
+    assert load_model_text(folder).sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    assert load_model_text(write_folder(tmp_path / "silent", small_tokenizer_json)).sampling_defaults == {}
 
 
 def test_every_process_computes_the_same_digest(smollm: ModelText, smollm_path: Path, smollm_folder: Path) -> None:
@@ -274,6 +371,57 @@ def test_template_file_wins_over_the_config_and_a_list_has_a_default(
     from_file = load_model_text(folder).chat_template.render(message, add_generation_prompt=True)
 
     assert (from_config, from_file) == ("D", "F")
+
+
+TOOL_USE = "T{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+def rendered(model_text: ModelText, tools: list[dict[str, Any]]) -> str:
+    tokenizer = model_text.tokenizer
+    ids = model_text.chat_template.render_token_ids(
+        [ChatMessage("user", "hello")], tokenizer, add_generation_prompt=True, tools=tools
+    )
+    return b"".join(map(tokenizer.token_bytes, ids)).decode().lstrip()
+
+
+def _listed(folder: Path) -> None:
+    listed = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": TOOL_USE}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+
+
+def _in_files(folder: Path) -> None:
+    # The configuration's does not count beside a file, as in transformers.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
+    (folder / "chat_template.jinja").write_text("D")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+
+
+@pytest.mark.parametrize("write", [_listed, _in_files])
+def test_requests_with_tools_have_a_template_of_their_own(
+    small_tokenizer_json: dict[str, Any], tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    folder = write_folder(tmp_path, small_tokenizer_json)
+    write(folder)
+
+    model_text = load_model_text(folder)
+
+    assert rendered(model_text, []) == "D"
+    assert rendered(model_text, TOOLS) == "Tlookhello"
+    assert model_text.chat_template.render([ChatMessage("user", "hello")], add_generation_prompt=True) == "D"
+
+
+def test_a_model_may_have_a_template_for_tools_alone(small_tokenizer_json: dict[str, Any], tmp_path: Path) -> None:
+    listed = [{"name": "tool_use", "template": TOOL_USE + "{{ mood }}"}]
+    folder = write_folder(tmp_path, small_tokenizer_json, tokenizer_config={"chat_template": listed})
+
+    model_text = load_model_text(folder)
+
+    assert rendered(model_text, TOOLS) == "Tlookhello"
+    assert model_text.chat_template.variables == {"mood"}
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        rendered(model_text, [])
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libs.errors import ModelLoadFailed
-from libs.text import ModelText, load_model_text
+from libs.text import ChatMessage, ModelText, load_model_text
 from tests.unit.text.small_models import byte_level_keys, write_gguf
 
 
@@ -64,17 +64,52 @@ def test_the_file_may_say_whether_bos_is_added(tmp_path: Path) -> None:
     assert load(tmp_path, tokenizer_pre="llama-bpe", add_bos_token=False).prompt_prefix_token_ids == ()
 
 
+def test_a_file_says_how_it_is_sampled_from(tmp_path: Path) -> None:
+    # Keys that llama.cpp's converter makes of generation_config.json.
+    said = byte_level_keys(sampling_temp=0.6, sampling_top_k=20, sampling_penalty_repeat=1.05)
+
+    said_by_file = load_model_text(write_gguf(tmp_path / "said.gguf", tokenizer=said)).sampling_defaults
+
+    assert said_by_file == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+
+
+def test_a_file_may_have_a_template_for_requests_with_tools(tmp_path: Path) -> None:
+    templates = {"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "T{{ tools[0] }}"}
+    path = write_gguf(tmp_path / "small.gguf", tokenizer=byte_level_keys(), keys=templates)
+
+    template = load_model_text(path).chat_template
+
+    assert template.source == "D\nT{{ tools[0] }}"
+    assert template.render([ChatMessage("user", "hello")], add_generation_prompt=True) == "D"
+
+
 def test_end_tokens_are_all_that_the_file_names_and_the_well_known_ends_of_a_turn(tmp_path: Path) -> None:
     keys = byte_level_keys()
     model_text = load(
         tmp_path,
         token_list=[*keys["token_list"], "<|im_end|>", "<|eot_id|>"],
-        # The last one is ordinary text here, which ends nothing.
-        token_types=[*keys["token_types"], 3, 1],
+        token_types=[*keys["token_types"], 3, 3],
         eot_token_id=0,
     )
 
-    assert model_text.eos_token_ids == (1, 0, model_text.tokenizer.vocab_size - 2)
+    size = model_text.tokenizer.vocab_size
+    assert model_text.eos_token_ids == (1, 0, size - 2, size - 1)
+
+
+@pytest.mark.parametrize("kind", [1, 4])
+def test_the_end_of_a_turn_is_a_control_token_whatever_the_file_says(tmp_path: Path, kind: int) -> None:
+    # llama.cpp: "control-looking token was not control-type; this is probably a bug in the model".
+    keys = byte_level_keys()
+    model_text = load(
+        tmp_path, token_list=[*keys["token_list"], "<|im_end|>"], token_types=[*keys["token_types"], kind]
+    )
+
+    tokenizer = model_text.tokenizer
+    end_id = tokenizer.vocab_size - 1
+    assert model_text.eos_token_ids == (1, end_id)
+    assert tokenizer.is_special(end_id)
+    assert tokenizer.encode("<|im_end|>", allow_special=True) == [end_id]
+    assert end_id not in tokenizer.encode("<|im_end|>", allow_special=False)
 
 
 @pytest.mark.parametrize(

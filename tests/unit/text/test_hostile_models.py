@@ -101,6 +101,15 @@ def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
         load_model_text(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.gguf"])
+def test_a_file_that_git_left_behind_is_named(tmp_path: Path, name: str) -> None:
+    folder = write_folder(tmp_path)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n")
+
+    with pytest.raises(ModelLoadFailed, match=f"{name} is a pointer of Git LFS.*git lfs pull"):
+        load_model_text(folder / name if name.endswith(".gguf") else folder)
+
+
 def text(value: str | bytes) -> bytes:
     raw = value if isinstance(value, bytes) else value.encode()
     return struct.pack("<Q", len(raw)) + raw

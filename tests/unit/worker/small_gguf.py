@@ -36,13 +36,13 @@ def write_gguf(
     are_windows_and_scale_said: bool = True,
     **changes: Any,
 ) -> Path:
-    """Write the model with matrices of this kind; ``changes`` add metadata of any kind."""
+    """Write the model with matrices of this kind; ``changes`` add metadata of any kind, a tuple by its parts."""
     config = model.config
     architecture = _ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(str(path), gguf.MODEL_ARCH_NAMES[architecture])
     _write_metadata(writer, config, are_windows_and_scale_said)
     for key, value in changes.items():
-        getattr(writer, f"add_{key}")(value)
+        getattr(writer, f"add_{key}")(*(value if isinstance(value, tuple) else (value,)))
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, tensor in {**model.state_dict(), **(more_tensors or {})}.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -48,7 +48,11 @@ class Alternating:
 
     accepted: list[int] = field(default_factory=list)
 
-    is_late = False
+    is_prepared = True
+    failure = None
+
+    def prepare(self, timeout_seconds: float) -> bool:
+        return True
 
     def fill_mask(self, mask: TokenMask) -> None:
         parity = len(self.accepted) % 2

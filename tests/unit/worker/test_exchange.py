@@ -107,6 +107,15 @@ def test_batches_that_differ_are_noticed() -> None:
     assert on_all_ranks(3, compute) == [["same", "same", "different"]] * 3
 
 
+def test_what_is_so_on_all_ranks_is_agreed_on() -> None:
+    ranks = exchanges(LAYOUT)
+    answers = np.array([[True, True, False, False], [True, False, True, False], [True, True, True, False]])
+
+    agreed = on_all_ranks(3, lambda rank: ranks[rank].agree(answers[rank]).tolist())
+
+    assert agreed == [[True, False, False, False]] * 3
+
+
 def test_time_spent_waiting_is_counted() -> None:
     ranks = exchanges(LAYOUT, timeout_seconds=0.05)
 

@@ -53,7 +53,11 @@ def sample(
 class Matcher:
     """Allows what it was told to, and remembers what was accepted."""
 
-    is_late = False
+    is_prepared = True
+    failure = None
+
+    def prepare(self, timeout_seconds: float) -> bool:
+        return True
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids

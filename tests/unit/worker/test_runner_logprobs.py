@@ -148,7 +148,11 @@ def test_a_prompt_that_gives_no_numbers_fails_alone(tmp_path: Path) -> None:
 class CountsDown:
     """Allows one token after the other, as many as it was given, and then none."""
 
-    is_late = False
+    is_prepared = True
+    failure: str | None = None
+
+    def prepare(self, timeout_seconds: float) -> bool:
+        return True
 
     def __init__(self, token_ids: list[int], accepted: list[int]) -> None:
         self._left = token_ids[len(accepted) :]
@@ -173,7 +177,10 @@ class CountdownMatchers:
 
 
 class LateMatcher(CountsDown):
-    is_late = True
+    is_prepared = False
+
+    def prepare(self, timeout_seconds: float) -> bool:
+        return False
 
 
 class LateMatchers(CountdownMatchers):
@@ -194,6 +201,30 @@ def test_a_sequence_whose_grammar_is_late_is_not_blamed(tmp_path: Path) -> None:
 
     assert (failed.slot, failed.failure) == (1, SequenceFailure.NOT_READY)
     assert len(engine.running[0].output) == 1
+
+
+class FailingMatcher(CountsDown):
+    failure = "The grammar cannot be followed further."
+
+
+class FailingMatchers(CountdownMatchers):
+    def matcher_of(self, sequence: NewSequence) -> TokenMatcher | None:
+        return FailingMatcher([], []) if sequence.slot == 1 else None
+
+
+def test_a_sequence_whose_grammar_fails_is_told_why(tmp_path: Path) -> None:
+    folder = save_model(random_llama(), tmp_path)
+    runner = TorchRunner(
+        WorkerConfig(model=str(folder), dtype=WeightsType.FLOAT32, kv_cache_memory="4MiB"), FailingMatchers
+    )
+    engine = SmallEngine(runner, runner.load(load_request(), lambda progress: None))
+    engine.add(0, prompt_of(1, 9))
+    engine.add(1, prompt_of(1, 9))
+
+    [failed] = engine.run_step().failed_sequences
+
+    assert (failed.slot, failed.failure) == (1, SequenceFailure.NO_TOKEN_LEFT)
+    assert failed.message == "The grammar cannot be followed further."
 
 
 def test_a_matcher_leads_its_sequence_until_nothing_is_allowed(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -400,3 +402,16 @@ async def test_a_fault_of_the_runner_ends_the_stream_with_its_name(
 
         with pytest.raises(InternalError, match="ZeroDivisionError: by zero"):
             await steps.answer()
+
+
+async def test_a_step_that_cannot_be_read_ends_the_stream_with_the_reason(worker: Worker) -> None:
+    await worker.load()
+    execute: Any = worker.channel.stream_stream("/octavo.worker.v1.WorkerService/ExecuteSteps")
+
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await anext(aiter(execute(iter([b"\xff\xff\xff"]))))
+
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with worker.steps() as steps:
+        await steps.send(step_id=1)
+        assert (await steps.answer()).step_id == 1

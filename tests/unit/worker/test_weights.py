@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from libs.errors import ModelLoadFailed
 from services.worker.layers.threads import OperatorThreads
@@ -28,7 +29,7 @@ from services.worker.weights import (
     YarnRopeScaling,
 )
 from tests.unit.worker.small_gguf import GgufType, write_gguf
-from tests.unit.worker.small_models import FAMILIES, WINDOW, random_llama, random_model, save_model
+from tests.unit.worker.small_models import FAMILIES, VOCAB_SIZE, WINDOW, random_llama, random_model, save_model
 
 
 def load_all(source: WeightSource) -> WeightReader:
@@ -95,6 +96,76 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["consolidated", "adapter_model", "zz-copy", "model.fp16"])
+def test_files_beside_the_whole_model_are_no_part_of_it(tmp_path: Path, name: str) -> None:
+    # As in huggingface/transformers#26729 and Blaizzy/mlx-vlm#1464: whatever lay in the folder was read as well.
+    model = random_llama()
+    folder = save_model(model, tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    others = {key.removeprefix("model.") if name == "consolidated" else key: value for key, value in stored.items()}
+    save_file({key: torch.zeros_like(value) for key, value in others.items()}, folder / f"{name}.safetensors")
+
+    source = open_weights(folder)
+
+    load_all(source)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(source.read(key), tensor)
+
+
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+    folder = save_model(random_llama(), tmp_path, max_shard_size="40KB")
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    stored = load_file(first)
+    name = min(stored)
+    save_file(load_file(second) | {name: torch.zeros_like(stored[name])}, second)
+
+    with pytest.raises(ModelLoadFailed, match=f"{first.name} and {second.name} in .* both hold the tensor {name}"):
+        open_weights(folder)
+
+
+def test_names_may_lack_the_prefix_of_the_model(tmp_path: Path) -> None:
+    # Files that were saved without the head's class have them so; transformers reads both.
+    model = random_llama()
+    path = save_model(model, tmp_path) / "model.safetensors"
+    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}, path)
+
+    source = open_weights(tmp_path)
+
+    load_all(source)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(source.read(name), tensor)
+
+
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_a_head_that_is_not_the_embedding_is_used_though_the_config_ties_them(
+    tmp_path: Path, is_equal: bool
+) -> None:
+    # As transformers 5 does; its older versions, and vLLM, give other logits than were trained.
+    model = random_llama()
+    path = save_model(model, tmp_path) / "model.safetensors"
+    edit_config(tmp_path, tie_word_embeddings=True)
+    if is_equal:
+        stored = load_file(path)
+        save_file(stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, path)
+
+    source = open_weights(tmp_path)
+
+    assert source.config.has_tied_embeddings is is_equal
+    load_all(source)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(tmp_path: Path, family: str) -> None:
+    save_model(random_model(family, rms_norm_eps=1e-6), tmp_path)
+    whole = open_weights(tmp_path).config
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rms_norm_eps"]
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert open_weights(tmp_path).config == whole
+
+
 def test_progress_counts_all_bytes(tmp_path: Path) -> None:
     source = open_weights(save_model(random_llama(), tmp_path))
     reports: list[tuple[int, int]] = []
@@ -128,7 +199,9 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
         ({"architectures": ["Qwen2ForCausalLM"]}, "attention_bias"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "q_norm.weight is missing"),
         ({"hidden_size": "wide"}, "cannot be understood"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        # The whole of such a configuration can be pages long.
+        ({"quantization_config": {"quant_method": "awq", "modules": ["x"] * 9}}, "quant_method = 'awq', which is"),
+        ({"quantization_config": ["awq"]}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "does not say factor"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "part of each"),
@@ -142,6 +215,11 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
         ({"num_hidden_layers": 10**12}, "1000000000000 layers"),
         ({"num_attention_heads": 0}, "num_heads is 0|cannot be understood"),
         ({"intermediate_size": -80}, "intermediate_size is -80"),
+        # Tables of so many values would take the memory before the weights are compared with it.
+        ({"head_dim": 2**31}, "head_dim is 2147483648"),
+        ({"head_dim": 10**30}, "head_dim is 1000"),
+        ({"vocab_size": 2**40}, "vocab_size is 1099511627776"),
+        ({"max_position_embeddings": 2**31}, "max_position is 2147483648"),
         ({"max_position_embeddings": 0}, "max_position is 0"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"hidden_size": float("inf")}, "cannot be understood"),
@@ -214,6 +292,13 @@ def test_llama3_scaling_is_read(tmp_path: Path) -> None:
 
     assert config.rope_theta == 500_000.0
     assert config.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+
+
+def test_a_stretched_context_is_served_whole(tmp_path: Path) -> None:
+    save_model(random_llama(), tmp_path)
+    edit_config(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0})
+
+    assert open_weights(tmp_path).config.max_position == 4 * 512
 
 
 def rounded_scale(scale: float | None) -> float | None:
@@ -312,6 +397,30 @@ def test_gguf_frequency_factors_are_read(tmp_path: Path) -> None:
     assert open_weights(path).config.rope_scaling == FrequencyFactors(tuple(factors))
 
 
+def test_the_vocabulary_of_a_gguf_is_as_large_as_its_embedding(tmp_path: Path) -> None:
+    # As in cool-japan/oxibonsai#1: the key said 151,936 and the embedding had 151,669 rows.
+    path = write_gguf(random_llama(), tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(path, "r+")
+    reader.fields["llama.vocab_size"].parts[-1][0] = VOCAB_SIZE + 3
+    reader.data.flush()
+
+    source = open_weights(path)
+
+    assert source.config.vocab_size == VOCAB_SIZE
+    load_all(source)
+
+
+def test_weights_that_git_left_behind_are_named(tmp_path: Path) -> None:
+    # What "header too large" of the safetensors library mostly means.
+    folder = save_model(random_llama(), tmp_path)
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n"
+    )
+
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is a pointer of Git LFS.*git lfs pull"):
+        open_weights(folder)
+
+
 def test_gguf_scalings_are_read(tmp_path: Path) -> None:
     kinds = gguf.RopeScalingType
     linear = write_gguf(
@@ -328,6 +437,59 @@ def test_gguf_scalings_are_read(tmp_path: Path) -> None:
     assert open_weights(linear).config.rope_scaling == LinearRopeScaling(4.0)
     amplitude = 0.1 * math.log(4.0) + 1.0
     assert open_weights(yarn).config.rope_scaling == YarnRopeScaling(4.0, 128, 32.0, 1.0, amplitude, True)
+
+
+@pytest.mark.parametrize("key", ["llama.rope.scaling.factor", "llama.rope.scale_linear"])
+def test_a_gguf_factor_without_a_type_is_linear(tmp_path: Path, key: str) -> None:
+    # As llama.cpp reads it; the second key is that of files from 2023.
+    path = write_gguf(random_llama(), tmp_path / "model.gguf", key_value=(key, 4.0, gguf.GGUFValueType.FLOAT32))
+
+    assert open_weights(path).config.rope_scaling == LinearRopeScaling(4.0)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_gguf_frequency_factors_that_do_not_fit_a_head_are_refused(tmp_path: Path, count: int) -> None:
+    path = write_gguf(
+        random_llama(), tmp_path / "model.gguf", more_tensors={"rope_freqs.weight": torch.ones(count)}
+    )
+
+    with pytest.raises(ModelLoadFailed, match=f"{count} frequency factors do not fit heads of 8 values"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize("kind", [4, 31, 99, 2**31, 2**32 - 1])
+def test_a_gguf_format_that_nobody_knows_is_refused_by_tensor_and_number(tmp_path: Path, kind: int) -> None:
+    path = write_gguf(random_llama(), tmp_path / "model.gguf")
+    edit_gguf_tensor(path, "blk.0.attn_q.weight", part=4, value=kind)
+
+    with pytest.raises(ModelLoadFailed, match=rf"blk\.0\.attn_q\.weight has the unknown format number {kind}"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize("offset", [0, 7, 32, 2**40, 2**64 - 32])
+def test_a_gguf_tensor_that_lies_on_another_is_refused(tmp_path: Path, offset: int) -> None:
+    # Its values would be those of others, and nothing would say so.
+    path = write_gguf(random_llama(), tmp_path / "model.gguf")
+    edit_gguf_tensor(path, "blk.0.attn_q.weight", part=5, value=offset)
+
+    with pytest.raises(ModelLoadFailed, match=rf"blk\.0\.attn_q\.weight begins at byte {offset} of the data"):
+        open_weights(path)
+
+
+def test_a_gguf_tensor_of_another_size_than_its_place_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(random_llama(), tmp_path / "model.gguf")
+    edit_gguf_tensor(path, "blk.0.attn_q.weight", part=4, value=GgufType.F16)
+
+    with pytest.raises(ModelLoadFailed, match="begins at byte"):
+        open_weights(path)
+
+
+def edit_gguf_tensor(path: Path, name: str, *, part: int, value: int) -> None:
+    """Overwrite a part of a tensor's entry: 4 is its format, 5 its offset."""
+    reader = gguf.GGUFReader(path, "r+")
+    (tensor,) = [one for one in reader.tensors if one.name == name]
+    tensor.field.parts[part][0] = value
+    reader.data.flush()
 
 
 def test_gemmas_windows_are_known_without_their_keys(tmp_path: Path) -> None:

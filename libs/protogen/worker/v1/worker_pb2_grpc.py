@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerServiceStub:
-    """WorkerService is implemented by every worker.
+    """WorkerService is implemented by every worker. The health of the server, and of this service, says whether calls are
+    taken, which is before there is a model; that of "octavo.worker.v1.Model" says whether the model is loaded.
     """
 
     def __init__(self, channel):
@@ -48,7 +49,8 @@ class WorkerServiceStub:
 
 
 class WorkerServiceServicer:
-    """WorkerService is implemented by every worker.
+    """WorkerService is implemented by every worker. The health of the server, and of this service, says whether calls are
+    taken, which is before there is a model; that of "octavo.worker.v1.Model" says whether the model is loaded.
     """
 
     def LoadModel(self, request, context):
@@ -90,7 +92,8 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService:
-    """WorkerService is implemented by every worker.
+    """WorkerService is implemented by every worker. The health of the server, and of this service, says whether calls are
+    taken, which is before there is a model; that of "octavo.worker.v1.Model" says whether the model is loaded.
     """
 
     @staticmethod

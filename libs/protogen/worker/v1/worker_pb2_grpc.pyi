@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """WorkerService is implemented by every worker."""
+    """WorkerService is implemented by every worker. The health of the server, and of this service, says whether calls are
+    taken, which is before there is a model; that of "libs.protogen.worker.v1.Model" says whether the model is loaded.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -45,7 +47,9 @@ class WorkerServiceStub:
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """WorkerService is implemented by every worker."""
+    """WorkerService is implemented by every worker. The health of the server, and of this service, says whether calls are
+    taken, which is before there is a model; that of "libs.protogen.worker.v1.Model" says whether the model is loaded.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     LoadModel: _aio.UnaryStreamMultiCallable[_worker_pb2.LoadModelRequest, _worker_pb2.LoadModelResponse]  # type: ignore[assignment]
@@ -59,7 +63,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """WorkerService is implemented by every worker."""
+    """WorkerService is implemented by every worker. The health of the server, and of this service, says whether calls are
+    taken, which is before there is a model; that of "libs.protogen.worker.v1.Model" says whether the model is loaded.
+    """
 
     @_abc_1.abstractmethod
     def LoadModel(

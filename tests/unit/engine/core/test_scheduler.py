@@ -396,7 +396,7 @@ def test_a_step_tells_of_no_more_than_a_message_holds(
     monkeypatch: pytest.MonkeyPatch, num_params_bytes: int, max_bytes: int
 ) -> None:
     """All choices could join in one step, each with its prompt and its grammar; no message would hold that."""
-    monkeypatch.setattr("services.engine.core.scheduler._MAX_JOINING_BYTES", max_bytes)
+    monkeypatch.setattr("services.engine.core.joining_message.MAX_BYTES", max_bytes)
     scheduler = Scheduler(replace(_CONFIG, max_waiting_sequences=8))
     request = make_request("a", range(60), max_output_tokens=2, prior_outputs=[[]] * 4)
     scheduler.add(replace(request, num_params_bytes=num_params_bytes), 0.0)
