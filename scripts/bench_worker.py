@@ -4,10 +4,11 @@ Measures memory bandwidth and the rate of products in registers (before, between
 counts, all are printed), then decode steps and prefills of the model in each number format of its weights, each
 beside its floor: ``max(weight bytes / bandwidth, operations / peak) + KV bytes / bandwidth``. Operations and bytes
 are counted by the worker's own ``WorkCounter``. With ``--torch`` the same steps are timed by torch as well. Blocks
-lie at random addresses, as they do after a while of serving. Times are the best of several. With ``--busy N`` the
-steps are timed once more while N processes want a core now and then (``scripts.busy_neighbours``), and the mean is
-given as ``busy_ms``, with ``neighbour_wait_ms``: how long one of those waited for a core in the mean. A plot of
-times and floors is written to ``--plot``.
+lie at random addresses, as they do after a while of serving. Times are the best of several, in two rounds through
+all steps: the machine's memory is faster in some minutes than in others, for probes and steps alike. With
+``--busy N`` the steps are timed once more while N processes want a core now and then (``scripts.busy_neighbours``),
+and the mean is given as ``busy_ms``, with ``neighbour_wait_ms``: how long one of those waited for a core in the
+mean. A plot of times and floors is written to ``--plot``.
 
 Where the kernels multiply in tiles (AMX), some steps are timed with those for AVX512-BF16 as well, beside that
 instruction set's own peak (``vectors``): the rate of tiles in registers is many times as high, and no program that
@@ -168,7 +169,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default=WorkerConfig().model, help="as --model of the worker")
     parser.add_argument("--threads", type=int, default=WorkerConfig().num_threads_used)
     parser.add_argument("--kernels", default="", help="for which processors; the best for this one by default")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time for each step measured")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time for each step measured, in each round")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds through all steps, of which the best counts")
     parser.add_argument("--torch", action="store_true", help="time torch's forward pass beside each step")
     parser.add_argument("--busy", type=int, default=0, help="processes beside which each step is timed again")
     plot = str(REPOSITORY / "build" / "bench-worker.png")
@@ -197,11 +199,11 @@ def _measure(
         forward_pass.make_cache(_plan(config, num_blocks)).populate()
     counter = WorkCounter(config, native.weight_sizes, kv_value_bytes=_DTYPE.itemsize)
     blocks = np.random.default_rng(0).permutation(num_blocks)
+    batches = [make_batch(step.num_sequences, step.context, step.num_tokens_each, blocks) for step in subject.steps]
+    times_of_rounds = [_time_once(native, passes, batches, probes, options) for _ in range(options.rounds)]
     timed: list[Timed] = []
-    for step in subject.steps:
-        probes.take(native.native_model)
-        batch = make_batch(step.num_sequences, step.context, step.num_tokens_each, blocks)
-        times = [_best_ms(partial(_step, forward_pass, batch), options.seconds) for forward_pass in passes]
+    for step, batch, rounds in zip(subject.steps, batches, zip(*times_of_rounds, strict=True), strict=True):
+        times = [min(each) for each in zip(*rounds, strict=True)]
         busy = _busy_times(partial(_step, native, batch), options) if options.busy else None
         timed.append(
             Timed(weight_type, step, counter.work_of(batch), times[0], times[1] if times[1:] else None, busy)
@@ -212,6 +214,21 @@ def _measure(
         print(f"{native.kernels}, {weight_type}, {step}: {times[0]:.2f} ms{beside}", flush=True)
     probes.take(native.native_model)
     return timed
+
+
+def _time_once(
+    native: NativeForwardPass,
+    passes: Sequence[ForwardPass],
+    batches: Sequence[FlatBatch],
+    probes: Probes,
+    options: argparse.Namespace,
+) -> list[list[float]]:
+    """Return the milliseconds of each step in each forward pass, with a probe of the machine before each step."""
+    times: list[list[float]] = []
+    for batch in batches:
+        probes.take(native.native_model)
+        times.append([_best_ms(partial(_step, forward_pass, batch), options.seconds) for forward_pass in passes])
+    return times
 
 
 def _result(timed: Sequence[Timed], probes: Probes, options: argparse.Namespace) -> dict[str, Any]:

@@ -158,6 +158,18 @@ class GatewayMetrics:
             "Requests that the gateway placed itself because no router answered.",
             registry=registry,
         )
+        self.resumptions = Counter(
+            "octavo_gateway_resumptions",
+            "Requests with tokens that lost their engine, by what became of them: resumed elsewhere, or failed.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.resume_seconds = Histogram(
+            "octavo_gateway_resume_seconds",
+            "An engine was lost after a request's first token until another brought the next.",
+            buckets=_LATENCY_BUCKETS_SECONDS,
+            registry=registry,
+        )
         self.audit_records_dropped = Counter(
             "octavo_gateway_audit_records_dropped",
             "Audit records lost: the spool was full, or telemetry refused them.",
@@ -194,6 +206,8 @@ class GatewayMetrics:
             "Requests of an earlier gateway process that were closed as gateway_lost.",
             registry=registry,
         )
+        for outcome in ("resumed", "failed"):
+            self.resumptions.labels(outcome)
         for counter in (self.requests_ended, self.prompt_tokens, self.completion_tokens):
             for ending in _ENDINGS:
                 # There from the start: the first one to count would be no increase for who reads.

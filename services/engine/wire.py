@@ -97,6 +97,10 @@ def request_from_submit(submit: generation_pb2.Submit, *, owner: int, now: float
         else None,
         deadline=deadline,
         choices=tuple(np.array(choice.output_token_ids, np.uint32) for choice in submit.choices),
+        choice_indices=tuple(
+            choice.choice_index if choice.HasField("choice_index") else place
+            for place, choice in enumerate(submit.choices)
+        ),
         num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
         num_prompt_logprobs=params.num_prompt_logprobs if params.HasField("num_prompt_logprobs") else None,
         stall_bound_seconds=seconds_from_duration(submit.stall_bound) if submit.HasField("stall_bound") else None,

@@ -161,7 +161,7 @@ class RequestAccount:
             error_reason="" if self._end.error is None else spec_of(self._end.error).reason.value,
             http_status=self._end.http_status,
             prompt_tokens=self.num_prompt_tokens,
-            cached_tokens=0 if usage is None else usage.num_cached_tokens,
+            cached_tokens=0 if usage is None else usage.num_cached_tokens or 0,
             completion_tokens=self.num_completion_tokens,
             discarded_tokens=max(0, num_sampled - self.num_completion_tokens),
             num_preemptions=0 if usage is None else usage.num_preemptions,

@@ -14,10 +14,10 @@ from typing import Final, TypeAlias
 
 from services.gateway.accounting import RequestAccount
 from services.gateway.answer_format import AnswerFormat, ChoiceDelta, UsageCounts, WholeChoice
+from services.gateway.choice_progress import Relay
 from services.gateway.client_call import Answered, AnswerWriter
-from services.gateway.engine_streams import Relay
 from services.gateway.failover import Generation, deadline_exceeded
-from services.gateway.generation import ChoiceStep, FinishReason, GenerationFailed, TokenLogprob
+from services.gateway.generation import ChoiceStep, FinishReason, TokenLogprob
 from services.gateway.latency_receipt import Segment
 from services.gateway.output_text import ChoiceOutput, OutputText
 from services.gateway.request_times import NO_ANSWER_TIMES, AnswerTimes
@@ -63,7 +63,7 @@ class PromptAnswer:
         return len(self._reasons) == len(self._outputs)
 
     def take(self) -> list[ChoiceDelta]:
-        """Take what has come; a failure is noted, and what came before it is given."""
+        """Take what has come."""
         steps = self.generation.take()
         is_begun = not self._account.has_delivered
         if any(step.token_ids for step in steps) or (steps and is_begun):
@@ -109,10 +109,8 @@ class PromptAnswer:
         )
 
     def _delta(self, step: ChoiceStep) -> ChoiceDelta:
-        index, end = step.choice_index, step.end
-        if isinstance(end, GenerationFailed):
-            self.failure, end = end.error, None
-        content = self._outputs[index].take(step.token_ids, end)
+        index = step.choice_index
+        content = self._outputs[index].take(step.token_ids, step.end)
         if content.finish_reason is not None:
             self._reasons[index] = content.finish_reason
             if not self.is_over:
@@ -168,17 +166,17 @@ class AnswerSource:
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
-        """Start all generations at once; who has not found a place at the end stops looking for one."""
-        starting = [asyncio.create_task(self._start(prompt)) for prompt in self._prompts]
+        """Run all generations; at the end, who still looks for a place or waits for an engine stops."""
+        running = [asyncio.create_task(self._run(prompt)) for prompt in self._prompts]
         try:
             yield
         finally:
-            # As a rule all have begun long ago, and an answer's end need not wait for two turns of the event loop.
-            looking = [task for task in starting if not task.done()]
-            for task in looking:
+            # As a rule all have ended, and an answer's end need not wait for two turns of the event loop.
+            unfinished = [task for task in running if not task.done()]
+            for task in unfinished:
                 task.cancel()
-            if looking:
-                await asyncio.gather(*looking, return_exceptions=True)
+            if unfinished:
+                await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def next_deltas(self) -> list[ChoiceDelta] | None:
         """Return what came next; None when nothing came for the time of a heartbeat.
@@ -190,7 +188,7 @@ class AnswerSource:
         wait_until = loop.time() + heartbeat_seconds
         while True:
             for prompt in self._prompts:
-                if prompt.failure is not None:
+                if prompt.failure is not None and not prompt.generation.has_news:
                     raise prompt.failure
             try:
                 async with asyncio.timeout_at(min(wait_until, self._deadline)):
@@ -239,9 +237,9 @@ class AnswerSource:
         for prompt in self._prompts:
             prompt.finish()
 
-    async def _start(self, prompt: PromptAnswer) -> None:
+    async def _run(self, prompt: PromptAnswer) -> None:
         try:
-            await prompt.generation.start()
+            await prompt.generation.run()
         except Exception as error:  # Whatever it is, it is raised where the answer is written.
             prompt.failure = error
         finally:

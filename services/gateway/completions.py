@@ -21,7 +21,7 @@ from services.gateway.answers import AnswerSettings, AnswerSource, PromptAnswer,
 from services.gateway.client_call import Answered, AnswerWriter, Caller, ClientCall
 from services.gateway.endpoints import Endpoint, Request, ValidRequest
 from services.gateway.failover import Generation, Generations
-from services.gateway.generation import SamplingParams, Submission
+from services.gateway.generation import SamplingParams, Submission, new_choices
 from services.gateway.generation_options import GenerationOptions, check_total_logprobs
 from services.gateway.http_errors import internal_error, known_error
 from services.gateway.latency_receipt import Segment
@@ -261,7 +261,7 @@ class Completions:
             sampling_params=params,
             cache_salt=caller.tenant.cache_salt,
             shared_prefix=prompt.shared_prefix,
-            num_choices=options.num_choices,
+            choices=new_choices(options.num_choices),
             priority=options.priority,
             stall_bound_seconds=caller.times.wanted_stall_bound_seconds,
         )

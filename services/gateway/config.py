@@ -22,6 +22,7 @@ _POSITIVE = (
     "body_timeout_seconds",
     "router_timeout_seconds",
     "retry_placement_timeout_seconds",
+    "resume_patience_seconds",
     "engine_accept_timeout_seconds",
     "engine_suspicion_seconds",
     "directory_refresh_seconds",
@@ -136,9 +137,17 @@ class GatewayConfig:
     router_timeout_seconds: float = setting(
         1.0, "Time for the router to show that it lives, before the gateway places requests itself.", unit="seconds"
     )
-    max_placement_retries: int = setting(2, "Placements after the first, for a request without a token yet.")
+    max_placement_retries: int = setting(
+        2,
+        "Placements after the first until an engine takes a request, and losses between two of its tokens.",
+    )
     retry_placement_timeout_seconds: float = setting(
         5.0, "Time to find another engine for a request whose engine failed.", unit="seconds"
+    )
+    resume_patience_seconds: float = setting(
+        60.0,
+        "How long a request whose engine was lost waits for one that takes it, as while a worker loads its model.",
+        unit="seconds",
     )
     engine_accept_timeout_seconds: float = setting(
         10.0, "Time for an engine to say that it has taken a request.", unit="seconds"

@@ -11,13 +11,14 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final
 
 from libs.errors import EngineLost, InternalError, OctavoError, Overloaded, UnavailableError
 from libs.obs import get_logger
+from services.gateway.choice_progress import ChoiceProgress, Relay, failure_of
 from services.gateway.clients import GenerationCall, GenerationClient
-from services.gateway.engine_times import TryTimes
+from services.gateway.engine_times import EngineStall, TryTimes
 from services.gateway.generation import (
     MAX_CHOICES,
     ChoiceStep,
@@ -41,43 +42,6 @@ _LONG_DISPATCH_SECONDS: Final = 0.004
 _REST_SHARE: Final = 0.25
 
 
-class Relay(Protocol):
-    """Takes tokens at once, so that the reader need not be woken for them."""
-
-    def take(self, token_ids: Sequence[int], now: float) -> bool:
-        """Take the tokens of a step; False, with nothing taken, leaves them to the reader."""
-
-    def flush(self) -> None:
-        """Hand over what was taken; called before anybody else runs."""
-
-
-@dataclass(slots=True)
-class _Choice:
-    """One choice as it has come so far."""
-
-    index: int
-    pending_token_ids: list[int] = field(default_factory=list)
-    pending_logprobs: list[TokenLogprob] = field(default_factory=list)
-    num_received_tokens: int = 0
-    end: GenerationEnd | None = None
-    handle: int | None = None
-    is_end_taken: bool = False
-    is_aborted: bool = False
-    relay: Relay | None = None
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.pending_token_ids) or (self.end is not None and not self.is_end_taken)
-
-    def relayed(self, token_ids: Sequence[int], now: float) -> Relay | None:
-        """Give tokens to the relay and return it; None where there is none, or others wait, or it is full."""
-        relay = self.relay
-        if relay is None or self.pending_token_ids or not relay.take(token_ids, now):
-            return None
-        self.num_received_tokens += len(token_ids)
-        return relay
-
-
 class EngineRequest:
     """One request on an engine, as its reader sees it.
 
@@ -89,32 +53,60 @@ class EngineRequest:
     def __init__(
         self,
         request_id: str,
-        num_choices: int,
+        choices: Sequence[ChoiceProgress],
         news: asyncio.Event,
         on_abort: Callable[[EngineRequest, tuple[int, ...]], None],
+        *,
         times: TryTimes | None = None,
+        prompt_logprobs: Sequence[TokenLogprob] = (),
     ) -> None:
-        """Begin; ``times`` takes the marks of a request that asked for timings."""
+        """Begin with all choices of the request, of which those without an end are the engine's.
+
+        ``times`` takes the marks of a request that asked for timings; ``prompt_logprobs`` have come already.
+        """
         self.request_id = request_id
         self.times = times
-        self._choices = [_Choice(index) for index in range(num_choices)]
+        self.choices = choices
+        self._submitted = [choice for choice in choices if choice.end is None]
         # Of the prompt's tokens after the first, where they are wanted; whole as soon as a first token has come.
-        self.prompt_logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs = list(prompt_logprobs)
         self._news = news
         self._on_abort = on_abort
+        self._is_abort_sent = False
         self._accepted = asyncio.Event()
         self._begun = asyncio.Event()
+        self._over = asyncio.Event()
         self._ended = asyncio.Event()
 
     @property
-    def num_choices(self) -> int:
-        """How many choices were asked for."""
-        return len(self._choices)
+    def num_submitted(self) -> int:
+        """How many choices were asked of the engine."""
+        return len(self._submitted)
 
     @property
     def num_received_tokens(self) -> int:
-        """Tokens that came, read or not."""
-        return sum(choice.num_received_tokens for choice in self._choices)
+        """Tokens that came of the request, from whichever engine, read or not."""
+        return sum(choice.num_received_tokens for choice in self.choices)
+
+    @property
+    def has_new_tokens(self) -> bool:
+        """Whether any came from this engine."""
+        return any(choice.has_new_tokens for choice in self._submitted)
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the engine has said that it has the request; it says so of one that it refuses, too."""
+        return any(choice.handle is not None for choice in self._submitted)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for more of any choice."""
+        return any(choice.is_open for choice in self.choices)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to take."""
+        return any(choice.has_news for choice in self.choices)
 
     @property
     def has_ended(self) -> bool:
@@ -124,22 +116,25 @@ class EngineRequest:
     @property
     def usage(self) -> EngineUsage | None:
         """What the choices cost that have ended and of which the engine could tell it; None when there are none."""
-        known = [choice.end.usage for choice in self._choices if choice.end is not None]
-        told = [usage for usage in known if usage is not None]
+        told = [usage for usage in self.usages if usage is not None]
         return functools.reduce(EngineUsage.plus_choice, told) if told else None
 
     @property
     def usages(self) -> list[EngineUsage | None]:
         """What each choice cost; None for those that have not ended or of which the engine could not tell it."""
-        return [None if choice.end is None else choice.end.usage for choice in self._choices]
+        return [choice.usage for choice in self.choices]
 
     @property
-    def early_failure(self) -> OctavoError | None:
-        """The error of a request that failed before any token came."""
-        if self.num_received_tokens:
-            return None
-        ends = (choice.end for choice in self._choices)
-        return next((end.error for end in ends if isinstance(end, GenerationFailed)), None)
+    def told_stalls(self) -> dict[int, tuple[EngineStall, ...]]:
+        """The stalls that this engine has told, by choice; none of those of which it could not tell."""
+        ends = {choice.index: choice.end for choice in self._submitted}
+        return {index: end.usage.stalls for index, end in ends.items() if end is not None and end.usage is not None}
+
+    @property
+    def failure(self) -> OctavoError | None:
+        """The error of a choice that has failed, if one has."""
+        end = failure_of(self._submitted)
+        return None if end is None else end.error
 
     async def wait_accepted(self) -> None:
         """Return when the engine has taken or refused the request."""
@@ -149,44 +144,67 @@ class EngineRequest:
         """Return when a first token or a first end has come."""
         await self._begun.wait()
 
+    async def wait_over(self) -> None:
+        """Return when a choice has failed or all have ended."""
+        await self._over.wait()
+
     async def wait_ended(self) -> None:
         """Return when the engine has ended the request, whatever was read of it."""
         await self._ended.wait()
 
     def take(self) -> list[ChoiceStep]:
-        """Take what has come since the last time; the end of a choice is given once."""
+        """Take what has come since the last time; the end of a choice is given once, a failure never."""
         if self.times is not None:
             self.times.take()
-        return [self._taken(index, choice) for index, choice in enumerate(self._choices) if choice.has_news]
+        return [choice.take() for choice in self.choices if choice.has_news]
 
     def abort(self) -> None:
         """Ask the engine to end all choices; their ends follow. Those that have ended are left alone."""
-        running = [choice for choice in self._choices if choice.end is None]
-        if any(not choice.is_aborted for choice in running):
-            for choice in running:
-                choice.is_aborted = True
-            self._on_abort(self, ())
+        if any(choice.end is None and not choice.is_unwanted for choice in self._submitted):
+            self.give_up()
+        for choice in self.choices:
+            choice.is_unwanted = True
 
     def abort_choice(self, choice_index: int) -> None:
         """Ask the engine to end one choice; its end follows. Does nothing when that is on the way already."""
-        choice = self._choices[choice_index]
-        if choice.handle is not None and choice.end is None and not choice.is_aborted:
-            choice.is_aborted = True
+        choice = self.choices[choice_index]
+        if choice.end is None and not choice.is_unwanted and choice.handle is not None:
             self._on_abort(self, (choice.handle,))
+        choice.is_unwanted = True
+
+    def give_up(self) -> None:
+        """Ask the engine to end what it still has of the request; another one may go on with it."""
+        if not self._is_abort_sent and any(choice.end is None for choice in self._submitted):
+            self._is_abort_sent = True
+            self._on_abort(self, ())
+
+    def note_over(self) -> None:
+        """Keep what this engine told of its stalls; the next one tells its own."""
+        if self.times is not None:
+            self.times.told_stalls = self.told_stalls
+
+    def choices_for_next_try(self) -> list[ChoiceProgress]:
+        """Return the choices for another engine; what this one still says is not seen any more."""
+        return [choice.for_next_try() for choice in self.choices]
 
     def relay_choice(self, choice_index: int, relay: Relay | None) -> None:
         """Let tokens of a choice go to ``relay`` as they come, while the reader only waits; None ends that.
 
         Where the request's times are kept nothing is relayed: they are those of the reader.
         """
-        self._choices[choice_index].relay = relay if self.times is None else None
+        self.choices[choice_index].relay = relay if self.times is None else None
 
-    def on_accepted(self, handles: Sequence[int]) -> dict[int, _Choice]:
+    def on_accepted(self, handles: Sequence[int]) -> dict[int, ChoiceProgress]:
         """The engine knows the request, and these are its choices; called by its stream."""
-        for choice, handle in zip(self._choices, handles, strict=True):
+        for choice, handle in zip(self._submitted, handles, strict=True):
             choice.handle = handle
         self._accepted.set()
-        return dict(zip(handles, self._choices, strict=True))
+        carried = dict(zip(handles, self._submitted, strict=True))
+        # Their reader had enough of them before the engine had them.
+        unwanted = tuple(handle for handle, choice in carried.items() if choice.is_unwanted)
+        if unwanted and not self._is_abort_sent:
+            self._on_abort(self, unwanted)
+        return carried
 
     def on_step(
         self,
@@ -196,30 +214,28 @@ class EngineRequest:
         logprobs: Sequence[TokenLogprob] = (),
     ) -> None:
         """Tokens of a choice or its end came; called by its stream."""
-        choice = self._choices[choice_index]
+        choice = self.choices[choice_index]
         if choice.end is not None:
             return
-        choice.num_received_tokens += len(token_ids)
-        choice.pending_token_ids += token_ids
-        choice.pending_logprobs += logprobs
+        choice.receive(token_ids, logprobs)
         if end is not None:
-            choice.end = _checked(end, is_aborted=choice.is_aborted)
-            if all(choice.end is not None for choice in self._choices):
-                self._ended.set()
+            self._end(choice, end)
         self._accepted.set()
         self._begun.set()
         self._news.set()
 
     def on_lost(self, error: OctavoError) -> None:
         """End what is open with an error; called by its stream."""
-        for index in range(len(self._choices)):
-            self.on_step(index, [], GenerationFailed(error, None))
+        for choice in self._submitted:
+            self.on_step(choice.index, [], GenerationFailed(error, None))
 
-    def _taken(self, index: int, choice: _Choice) -> ChoiceStep:
-        token_ids, choice.pending_token_ids = choice.pending_token_ids, []
-        logprobs, choice.pending_logprobs = choice.pending_logprobs, []
-        choice.is_end_taken = choice.end is not None
-        return ChoiceStep(index, token_ids, choice.end, logprobs)
+    def _end(self, choice: ChoiceProgress, end: GenerationEnd) -> None:
+        choice.end = _checked(end, is_aborted=choice.is_unwanted)
+        if all(choice.end is not None for choice in self._submitted):
+            self._ended.set()
+            self._over.set()
+        elif isinstance(choice.end, GenerationFailed):
+            self._over.set()
 
 
 def _checked(end: GenerationEnd, *, is_aborted: bool) -> GenerationEnd:
@@ -241,11 +257,17 @@ class EngineStreams:
         self._streams: dict[str, _EngineStream] = {}
 
     def submit(
-        self, address: str, submission: Submission, *, remaining_seconds: float, news: asyncio.Event
+        self,
+        address: str,
+        submission: Submission,
+        *,
+        remaining_seconds: float,
+        news: asyncio.Event,
+        earlier: EngineRequest | None = None,
     ) -> EngineRequest:
         """Send a request to the engine at ``address`` and return where its tokens will come.
 
-        ``news`` is set whenever some have come.
+        ``news`` is set whenever some have come; ``earlier`` is what another engine has done of it.
 
         Raises:
             Overloaded: the stream carries as many requests as it may.
@@ -256,7 +278,7 @@ class EngineStreams:
             stream = _EngineStream(address, self._max_requests)
             self._streams[address] = stream
             self._tasks.create_task(self._run(stream))
-        return stream.submit(submission, remaining_seconds, news)
+        return stream.submit(submission, remaining_seconds, news, earlier)
 
     def close(self) -> None:
         """Break all streams; what was open on them ends as lost."""
@@ -280,7 +302,7 @@ class _Carried:
     """
 
     request: EngineRequest
-    choice: _Choice
+    choice: ChoiceProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +334,13 @@ class _EngineStream:
         self._outbox: asyncio.Queue[_Submit | _Abort] = asyncio.Queue((2 + MAX_CHOICES) * max_requests)
         self._closing = asyncio.Event()
 
-    def submit(self, submission: Submission, remaining_seconds: float, news: asyncio.Event) -> EngineRequest:
+    def submit(
+        self,
+        submission: Submission,
+        remaining_seconds: float,
+        news: asyncio.Event,
+        earlier: EngineRequest | None,
+    ) -> EngineRequest:
         if len(self._requests) >= self._max_requests or self._outbox.full():
             raise Overloaded(
                 f"The gateway has {len(self._requests)} requests on this engine already; try again shortly.",
@@ -320,8 +348,15 @@ class _EngineStream:
             )
         if submission.request_id in self._requests:
             raise EngineLost("The engine still holds an earlier try of the request.")
-        times = _times_of(submission)
-        request = EngineRequest(submission.request_id, submission.num_choices, news, self._send_abort, times)
+        request = EngineRequest(
+            submission.request_id,
+            _choices_of(submission) if earlier is None else earlier.choices_for_next_try(),
+            news,
+            self._send_abort,
+            times=_times_of(submission, earlier),
+            # Those that are not whole yet come anew.
+            prompt_logprobs=earlier.prompt_logprobs if earlier is not None and earlier.num_received_tokens else (),
+        )
         self._requests[submission.request_id] = request
         self._outbox.put_nowait(_Submit(submission, remaining_seconds))
         return request
@@ -461,11 +496,14 @@ class _EngineStream:
 
     def _note_arrivals(self, events: StepEvents) -> None:
         now_ns = time.monotonic_ns()
+        failed = {handle for handle, end in events.ends if isinstance(end, GenerationFailed)}
         arrived = {*events.handles, *(handle for handle, _ in events.ends)}
         for handle, (times, choice_index) in self._timed.items():
             if handle in events.first_tokens:
                 times.first_tokens[choice_index] = events.first_tokens[handle]
-            if handle in arrived:
+            if handle in failed:
+                times.fail(choice_index, events.step_id, now_ns)
+            elif handle in arrived:
                 times.arrive(choice_index, events.step_id, now_ns)
 
     def _start(self, request_id: str, handles: list[int], accept_seconds: float | None) -> None:
@@ -473,14 +511,15 @@ class _EngineStream:
         if request is None:
             log.warning("engine started an unknown request", address=self.address, request_id=request_id)
             return
-        if len(handles) != request.num_choices:
+        if len(handles) != request.num_submitted:
             request.on_lost(InternalError("The engine started a wrong number of choices."))
             self._requests.pop(request_id)
             return
         if request.times is not None:
-            self._timed |= {handle: (request.times, index) for index, handle in enumerate(handles)}
             request.times.accept(time.monotonic_ns(), accept_seconds)
         choices = request.on_accepted(handles)
+        if request.times is not None:
+            self._timed |= {handle: (request.times, choice.index) for handle, choice in choices.items()}
         self._by_handle |= {handle: _Carried(request, choice) for handle, choice in choices.items()}
 
     def _end_all(self, loss: OctavoError) -> None:
@@ -490,7 +529,14 @@ class _EngineStream:
             request.on_lost(loss)
 
 
-def _times_of(submission: Submission) -> TryTimes | None:
+def _choices_of(submission: Submission) -> list[ChoiceProgress]:
+    return [ChoiceProgress(choice.index) for choice in submission.choices]
+
+
+def _times_of(submission: Submission, earlier: EngineRequest | None) -> TryTimes | None:
     if submission.stall_bound_seconds is None:
         return None
-    return TryTimes(time.monotonic_ns(), nanos(submission.stall_bound_seconds))
+    times = TryTimes(time.monotonic_ns(), nanos(submission.stall_bound_seconds))
+    if earlier is not None and earlier.times is not None:
+        times.go_on_from(earlier.times)
+    return times

@@ -6,7 +6,7 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -47,6 +47,8 @@ class LateStep:
     choice_index: int
     step_id: int
     gap_ns: int
+    # Another engine had the token before it.
+    is_after_loss: bool = False
 
 
 @dataclass(slots=True)
@@ -68,7 +70,16 @@ class TryTimes:
     last_step_id: int = 0
     late_steps: list[LateStep] = field(default_factory=list)
     num_late_steps: int = 0
+    # What the engine told of its stalls, by choice, of a try that is over.
+    told_stalls: Mapping[int, Sequence[EngineStall]] | None = None
     _last_arrivals_ns: dict[int, int] = field(default_factory=dict)
+    # Choices of which nothing has come since the engine before this was lost.
+    _awaited_choices: set[int] = field(default_factory=set)
+
+    def go_on_from(self, earlier: TryTimes) -> None:
+        """Measure the gaps from the last tokens of the engine before, which was lost."""
+        self._last_arrivals_ns = dict(earlier._last_arrivals_ns)
+        self._awaited_choices = set(earlier._last_arrivals_ns)
 
     def accept(self, now_ns: int, accept_seconds: float | None) -> None:
         """The engine has taken the request; its word of how long that took came with it."""
@@ -76,7 +87,7 @@ class TryTimes:
         self.accept_ns = None if accept_seconds is None else nanos(accept_seconds)
 
     def arrive(self, choice_index: int, step_id: int, now_ns: int) -> None:
-        """A token of a choice, or its end, has come."""
+        """A token of a choice, or its good end, has come."""
         if self.first_arrival_ns is None:
             self.first_arrival_ns, self.first_choice = now_ns, choice_index
         if self.unread_since_ns is None:
@@ -84,11 +95,18 @@ class TryTimes:
         self.last_step_id = step_id
         gap_ns = now_ns - self._last_arrivals_ns.get(choice_index, now_ns)
         self._last_arrivals_ns[choice_index] = now_ns
+        is_after_loss = choice_index in self._awaited_choices
+        self._awaited_choices.discard(choice_index)
         if gap_ns > self.stall_bound_ns:
             self.is_late = True
             self.num_late_steps += 1
             if len(self.late_steps) < MAX_LATE_STEPS:
-                self.late_steps.append(LateStep(choice_index, step_id, gap_ns))
+                self.late_steps.append(LateStep(choice_index, step_id, gap_ns, is_after_loss))
+
+    def fail(self, choice_index: int, step_id: int, now_ns: int) -> None:
+        """A choice has failed: all that comes of it, unless it had tokens and another engine brings the next."""
+        if choice_index not in self._last_arrivals_ns:
+            self.arrive(choice_index, step_id, now_ns)
 
     def take(self) -> None:
         """The reader has taken what had come."""
@@ -119,16 +137,67 @@ class TryTimes:
 
 
 @dataclass(slots=True)
+class Resumption:
+    """An engine that went on after another one was lost with tokens shown; ``times`` as soon as it was asked."""
+
+    lost_ns: int
+    times: TryTimes | None = None
+    # Whether the reader has what came first.
+    is_read: bool = False
+
+    @property
+    def first_arrival_ns(self) -> int | None:
+        """When the first token came, or an end; None while nothing has."""
+        return None if self.times is None else self.times.first_arrival_ns
+
+
+@dataclass(slots=True)
 class Journey:
-    """A request's way to its first token: places and tries."""
+    """A request's way to its first token: places and tries; and how it went on after losses."""
 
     # When a place was asked for, and how long until there was one.
     asked_ns: int | None = None
     placement_ns: int = 0
     retry_ns: int = 0
+    # The try that brought the first token, or the latest while there is none.
     current: TryTimes | None = None
+    resumptions: list[Resumption] = field(default_factory=list)
+
+    @property
+    def tries(self) -> list[TryTimes]:
+        """The tries that brought tokens, or may do so."""
+        tries = [self.current, *(resumption.times for resumption in self.resumptions)]
+        return [times for times in tries if times is not None]
+
+    @property
+    def latest(self) -> TryTimes | None:
+        """The latest of these."""
+        tries = self.tries
+        return tries[-1] if tries else None
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the reader has had nothing since a loss."""
+        return bool(self.resumptions) and not self.resumptions[-1].is_read
+
+    def lose(self, now_ns: int) -> None:
+        """The engine was lost with tokens shown; another loss before the next token is the same interruption."""
+        if not self.is_resuming:
+            self.resumptions.append(Resumption(now_ns))
+
+    def begin_try(self, times: TryTimes | None) -> None:
+        """An engine was asked."""
+        if self.is_resuming:
+            self.resumptions[-1].times = times
+        else:
+            self.current = times
+
+    def read(self) -> None:
+        """The reader has taken what had come."""
+        if self.is_resuming and self.resumptions[-1].first_arrival_ns is not None:
+            self.resumptions[-1].is_read = True
 
     def segments(self, until_ns: int) -> dict[Segment, int]:
-        """Return where the time went from asking for a place on."""
+        """Return where the time went from asking for a place until the first token."""
         segments = {Segment.ROUTER_QUEUE: self.placement_ns, Segment.RETRIES: self.retry_ns}
         return segments if self.current is None else segments | self.current.segments(until_ns)

@@ -52,6 +52,19 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceStart:
+    """A choice as an engine takes it: which of the request's it is, and its output by engines before."""
+
+    index: int
+    output_token_ids: Sequence[int] = ()
+
+
+def new_choices(num_choices: int) -> tuple[ChoiceStart, ...]:
+    """Return so many choices that nobody has begun."""
+    return tuple(ChoiceStart(index) for index in range(num_choices))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """A whole request as an engine takes it; the time left is added when it is sent."""
@@ -63,7 +76,7 @@ class Submission:
     sampling_params: SamplingParams
     cache_salt: bytes
     shared_prefix: SharedPrefix | None = None
-    num_choices: int = 1
+    choices: tuple[ChoiceStart, ...] = (ChoiceStart(0),)
     priority: int = 0
     # With it the engine tells its timings, and every gap between two tokens that is longer.
     stall_bound_seconds: float | None = None
@@ -73,7 +86,8 @@ class Submission:
 class EngineUsage:
     """What a request cost the engine; durations are the engine's own."""
 
-    num_cached_tokens: int
+    # As of the first scheduling; None where the engine was lost before it could tell.
+    num_cached_tokens: int | None
     num_output_tokens: int
     num_discarded_tokens: int
     num_preemptions: int
@@ -92,6 +106,20 @@ class EngineUsage:
             num_discarded_tokens=self.num_discarded_tokens + other.num_discarded_tokens,
             num_preemptions=self.num_preemptions + other.num_preemptions,
         )
+
+    def plus_try(self, other: EngineUsage) -> EngineUsage:
+        """Add what another engine did for the same choice after this one; its prompt counts once."""
+        return replace(
+            self.plus_choice(other),
+            decode_seconds=self.decode_seconds + other.decode_seconds,
+            stalls=self.stalls + other.stalls,
+            num_stalls=self.num_stalls + other.num_stalls,
+        )
+
+    @classmethod
+    def untold(cls, num_output_tokens: int) -> EngineUsage:
+        """Return that of an engine that was lost: all that is known is what came from it."""
+        return cls(None, num_output_tokens, num_discarded_tokens=0, num_preemptions=0, queue_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +157,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceStep:
-    """Tokens of one choice of a request since the last look, and its end if it came with them."""
+    """Tokens of one choice of a request since the last look, and its end if it came with them and is a good one."""
 
     choice_index: int
     token_ids: list[int]
-    end: GenerationEnd | None
+    end: GenerationFinished | None
     # One for each token where they are wanted.
     logprobs: Sequence[TokenLogprob] = ()
 

@@ -53,6 +53,8 @@ class Segment(StrEnum):
     # Waiting for tokens after the first, but for stalls.
     DECODE = "decode"
     STALLS = "stalls"
+    # From the loss of an engine after the first token until another one has brought the next.
+    RESUME = "resume"
     DETOKENIZE = "detokenize"
     # Giving text the shape of the endpoint.
     FORMAT = "format"
@@ -71,6 +73,8 @@ class GatewayStallReason(StrEnum):
     WIRE = "wire"
     SLOW_READER = "slow_reader"
     EVENT_LOOP = "event_loop"
+    # The engine was lost, and another one went on.
+    RESUME = "resume"
     # The engine was lost before it could tell.
     UNKNOWN = "unknown"
 

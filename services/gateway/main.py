@@ -379,6 +379,7 @@ def _make_parts(
         retry_placement_timeout_seconds=config.retry_placement_timeout_seconds,
         accept_timeout_seconds=config.engine_accept_timeout_seconds,
         suspicion_seconds=config.engine_suspicion_seconds,
+        patience_seconds=config.resume_patience_seconds,
     )
     body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_seconds)
     completions = Completions(
@@ -386,7 +387,7 @@ def _make_parts(
         text=foundation.text,
         admission=foundation.admission,
         limiter=foundation.limiter,
-        generations=Generations(placements, streams, failover),
+        generations=Generations(placements, streams, failover, foundation.metrics),
         ledger=foundation.ledger,
         settings=CompletionSettings(
             request_timeout_seconds=config.request_timeout_seconds,

@@ -112,6 +112,9 @@ class RequestTrace:
                 self._record(parent, f"octavo.{Segment.ROUTER_QUEUE.value}", journey.asked_ns, placed_ns)
             if journey.current is not None:
                 self._record_try(parent, journey.current, now_ns)
+            for resumption in journey.resumptions:
+                end_ns = now_ns if resumption.first_arrival_ns is None else resumption.first_arrival_ns
+                self._record(parent, f"octavo.{Segment.RESUME.value}", resumption.lost_ns, end_ns)
 
     def _record_try(self, parent: Span, times: TryTimes, now_ns: int) -> None:
         begun_ns = now_ns if times.first_arrival_ns is None else times.first_arrival_ns

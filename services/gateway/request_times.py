@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-from services.gateway.engine_times import Journey, TryTimes
+from services.gateway.engine_times import EngineStall, Journey, LateStep, TryTimes
 from services.gateway.failover import Generation
 from services.gateway.generation import EngineUsage
 from services.gateway.generation_options import GenerationOptions
@@ -133,8 +133,7 @@ class RequestTimes:
         return self._waterfall.segments([] if journey is None else [journey.segments(now_ns)])
 
     def _tries(self) -> list[TryTimes]:
-        tries = (generation.journey.current for generation in self._generations)
-        return [times for times in tries if times is not None]
+        return [times for generation in self._generations for times in generation.journey.tries]
 
     def _choices(self) -> list[ChoiceReceipt]:
         choices: list[ChoiceReceipt] = []
@@ -147,9 +146,9 @@ class RequestTimes:
     def _stall_report(self) -> StallReport:
         stalls, num_stalls, first_index = list(self._stalls), self._num_stalls, 0
         for generation in self._generations:
-            times = generation.journey.current
-            if times is not None:
-                stalls += _engine_stalls(times, generation.usages, first_index)
+            for times in generation.journey.tries:
+                told = generation.told_stalls if times.told_stalls is None else times.told_stalls
+                stalls += _engine_stalls(times, told, first_index)
                 num_stalls += times.num_late_steps
             first_index += generation.num_choices
         stalls.sort(key=lambda stall: stall.step_id)
@@ -213,9 +212,12 @@ class _Watch:
 
     def woke(self) -> None:
         now_ns = time.monotonic_ns()
-        tries = [times for generation in self._generations if (times := generation.journey.current) is not None]
+        journeys = [generation.journey for generation in self._generations]
+        tries = [times for journey in journeys if (times := journey.latest) is not None]
         unread = [times.unread_since_ns for times in tries if times.unread_since_ns is not None]
         self._wait(min(unread, default=now_ns), is_late=any(times.is_late for times in tries))
+        for journey in journeys:
+            journey.read()
         late_ns = now_ns - self._waterfall.cursor_ns
         self._waterfall.lap(self._named(Segment.EVENT_LOOP), now_ns)
         if late_ns > self._stall_bound_ns:
@@ -241,7 +243,9 @@ class _Watch:
         if not self._has_begun:
             self._waterfall.skip(until_ns)
         else:
-            self._waterfall.lap(Segment.STALLS if is_late else Segment.DECODE, until_ns)
+            is_resuming = any(generation.journey.is_resuming for generation in self._generations)
+            late = Segment.RESUME if is_resuming else Segment.STALLS
+            self._waterfall.lap(late if is_late or is_resuming else Segment.DECODE, until_ns)
 
     def _named(self, segment: Segment) -> Segment:
         """Return the segment, or that of the first token's way until its bytes were written."""
@@ -280,17 +284,26 @@ def _choice_receipt(
     )
 
 
-def _engine_stalls(times: TryTimes, usages: Sequence[EngineUsage | None], first_index: int) -> list[ReceiptStall]:
-    """Return the late steps of a try, each with the reason that the engine gives for it."""
+def _engine_stalls(
+    times: TryTimes, told: Mapping[int, Sequence[EngineStall]], first_index: int
+) -> list[ReceiptStall]:
+    """Return the late steps of a try, each with the reason that the engine gives for it, if it ``told`` any."""
     stalls: list[ReceiptStall] = []
     for late in times.late_steps:
-        usage, index = usages[late.choice_index], first_index + late.choice_index
-        told = {} if usage is None else {stall.step_id: stall for stall in usage.stalls}
-        stall = told.get(late.step_id)
+        index = first_index + late.choice_index
+        by_step = {stall.step_id: stall for stall in told.get(late.choice_index, ())}
+        stall = None if late.is_after_loss else by_step.get(late.step_id)
         if stall is not None:
             step_ns, num_prefill_tokens = nanos(stall.step_seconds), stall.num_prefill_tokens
             stalls.append(ReceiptStall(index, late.step_id, late.gap_ns, stall.reason, step_ns, num_prefill_tokens))
         else:
-            reason = GatewayStallReason.UNKNOWN if usage is None else GatewayStallReason.WIRE
+            reason = _untold_reason(late, is_known=late.choice_index in told)
             stalls.append(ReceiptStall(index, late.step_id, late.gap_ns, reason.value))
     return stalls
+
+
+def _untold_reason(late: LateStep, *, is_known: bool) -> GatewayStallReason:
+    """Return the reason of a late step of which the engine told nothing; ``is_known`` where it could have."""
+    if late.is_after_loss:
+        return GatewayStallReason.RESUME
+    return GatewayStallReason.WIRE if is_known else GatewayStallReason.UNKNOWN

@@ -83,7 +83,10 @@ def encode_submit(submission: Submission, remaining_seconds: float) -> generatio
             else generation_pb2.SharedPrefix(
                 salt=submission.shared_prefix.salt, num_blocks=submission.shared_prefix.num_blocks
             ),
-            choices=[generation_pb2.ChoiceState()] * submission.num_choices,
+            choices=[
+                generation_pb2.ChoiceState(choice_index=choice.index, output_token_ids=choice.output_token_ids)
+                for choice in submission.choices
+            ],
             priority=submission.priority,
             stall_bound=None
             if submission.stall_bound_seconds is None

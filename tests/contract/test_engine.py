@@ -681,6 +681,25 @@ async def test_output_emitted_elsewhere_counts_as_output() -> None:
     assert end.usage.num_output_tokens == 5
 
 
+async def test_choices_that_are_left_of_a_request_keep_the_index_that_their_draws_depend_on() -> None:
+    async with running_engine() as engine, engine.gateway() as gateway:
+        submit = generation_pb2.Submit(
+            request_id="a",
+            prompt_token_ids=PROMPT,
+            sampling_params=generation_pb2.SamplingParams(max_output_tokens=8),
+            # Without an index it is the place in the list.
+            choices=[
+                generation_pb2.ChoiceState(output_token_ids=[1], choice_index=2),
+                generation_pb2.ChoiceState(),
+            ],
+        )
+        await gateway.stream.send(generation_pb2.GenerateRequest(submit=submit))
+        await gateway.end_of("a")
+
+    new = [sequence for step in engine.worker.steps for sequence in step.new_sequences]
+    assert [sequence.choice_index for sequence in new] == [2, 1]
+
+
 async def test_a_request_past_its_deadline_ends_with_an_error() -> None:
     async with running_engine(FakeWorker(step_seconds=0.01)) as engine, engine.gateway() as gateway:
         await gateway.submit("a", PROMPT, 400, remaining_time=duration_from_seconds(0.05))

@@ -44,6 +44,8 @@ class Script:
     error: OctavoError | None = None
     hangs: bool = False
     breaks_stream: bool = False
+    # The tokens are the whole output: what a submit brings along is checked and left out.
+    goes_on: bool = False
     # Not even Started is sent.
     is_deaf: bool = False
     # What the choices after the first do; those that are not given do the same as the first.
@@ -71,8 +73,25 @@ class _Running:
     handle: int
     submit: generation_pb2.Submit
     script: Script
+    # Its place in the submit.
+    place: int = 0
     task: asyncio.Task[None] | None = None
     num_sent: int = 0
+
+    @property
+    def prior_token_ids(self) -> list[int]:
+        """The output that it had before."""
+        choices = self.submit.choices
+        return list(choices[self.place].output_token_ids) if self.place < len(choices) else []
+
+    def token_ids(self) -> list[int]:
+        """What it sends if nothing goes wrong, without regard to the limit."""
+        prior, token_ids = self.prior_token_ids, list(self.script.token_ids)
+        if not self.script.goes_on:
+            return token_ids
+        assert token_ids[: len(prior)] == prior, f"{prior} is not how {token_ids} begins"
+        return token_ids[len(prior) :]
+
     start_time: float = field(default_factory=time.monotonic)
 
 
@@ -88,6 +107,8 @@ class FakeGenerationEngine:
     state: engine_pb2.EngineState.ValueType = engine_pb2.ENGINE_STATE_READY
     default_script: Script = field(default_factory=Script)
     scripts: deque[Script] = field(default_factory=deque)
+    # Those of some requests, by their ids, whatever the others say.
+    scripts_by_request: dict[str, Script] = field(default_factory=dict)
     submits: list[generation_pb2.Submit] = field(default_factory=list)
     aborted_ids: list[str] = field(default_factory=list)
     # Requests of which single choices were aborted, and how many each time.
@@ -273,11 +294,17 @@ class _Stream:
     def _submit(self, submit: generation_pb2.Submit) -> None:
         engine = self._engine
         engine.submits.append(submit)
-        script = engine.scripts.popleft() if engine.scripts else engine.default_script
+        script = engine.scripts_by_request.get(submit.request_id)
+        if script is None:
+            script = engine.scripts.popleft() if engine.scripts else engine.default_script
         first = engine._next_handle
         engine._next_handle += len(submit.choices)
         num_choices = engine.num_choices_started or len(submit.choices)
-        choices = [_Running(first + index, submit, script.of_choice(index)) for index in range(num_choices)]
+        indices = [choice.choice_index for choice in submit.choices] or [0]
+        choices = [
+            _Running(first + place, submit, script.of_choice(indices[min(place, len(indices) - 1)]), place)
+            for place in range(num_choices)
+        ]
         engine._running[submit.request_id] = list(choices)
         self._requests[submit.request_id] = list(choices)
         if script.is_deaf:
@@ -321,9 +348,10 @@ class _Stream:
         await asyncio.sleep(script.first_delay_seconds)
         if script.first_step_after is not None:
             await script.first_step_after.wait()
-        limit = running.submit.sampling_params.max_output_tokens
-        token_ids = list(script.token_ids)[:limit]
-        is_cut = len(token_ids) < len(script.token_ids)
+        limit = running.submit.sampling_params.max_output_tokens - len(running.prior_token_ids)
+        whole = running.token_ids()
+        token_ids = whole[:limit]
+        is_cut = len(token_ids) < len(whole)
         fails = script.error is not None or script.hangs or script.breaks_stream
         chunks = script.steps(token_ids)
         for index, chunk in enumerate(chunks):

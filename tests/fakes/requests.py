@@ -25,6 +25,7 @@ def make_request(
     cache_salt: bytes = b"",
     deadline: float | None = None,
     prior_outputs: Sequence[Sequence[int]] = ((),),
+    choice_indices: tuple[int, ...] = (),
     sampling_params: object = None,
     num_logprobs: int | None = None,
     num_prompt_logprobs: int | None = None,
@@ -48,6 +49,7 @@ def make_request(
         cache_salt=cache_salt,
         deadline=deadline,
         choices=tuple(np.array(output, np.uint32) for output in prior_outputs),
+        choice_indices=choice_indices,
     )
 
 

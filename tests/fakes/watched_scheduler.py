@@ -149,11 +149,12 @@ class WatchedScheduler:
     def add(self, request: Request) -> tuple[int, ...]:
         handles = self.scheduler.add(request, self.now)
         assert len(handles) == len(request.choices)
-        for choice_index, (handle, prior) in enumerate(zip(handles, request.choices, strict=True)):
+        indices = request.choice_indices or range(len(handles))
+        for choice_index, handle, prior in zip(indices, handles, request.choices, strict=True):
             assert handle not in self.lives, f"handle {handle} is given out twice"
             assert handle not in self.ends, f"handle {handle} is given out again"
             token_ids = [*request.prompt_token_ids.tolist(), *prior.tolist()]
-            is_sibling = choice_index > 0 and not len(prior) and not len(request.choices[0])
+            is_sibling = handle != handles[0] and not len(prior) and not len(request.choices[0])
             life = Life(
                 handle=handle,
                 request=request,

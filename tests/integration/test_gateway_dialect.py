@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
-from libs.errors import InvalidLogits, WorkerLost
+from libs.errors import InternalError, InvalidLogits, WorkerLost
 from libs.protogen.telemetry.v1 import telemetry_pb2
 from tests.fakes.fake_generation_engine import Script, alternatives_of, logprob_of
 from tests.integration.gateway_process import MODEL_NAME, Stand, events_of, open_stand
@@ -184,15 +184,15 @@ async def test_a_lost_worker_before_any_token_is_invisible_for_all_choices(stand
     assert [choice["message"]["content"] for choice in body["choices"]] == [text for text, _ in CHOICES]
 
 
-async def test_an_engine_that_dies_ends_all_choices_with_one_event(stand: Stand) -> None:
-    breaking = Script(token_ids=stand.encode("a b"), step_delay_seconds=0.02, breaks_stream=True)
-    stand.engine.default_script = Script(token_ids=stand.encode("c d"), hangs=True, other_choices=(breaking,))
+async def test_an_engine_that_fails_ends_all_choices_with_one_event(stand: Stand) -> None:
+    failing = Script(token_ids=stand.encode("a b"), step_delay_seconds=0.02, error=InternalError("Broken."))
+    stand.engine.default_script = Script(token_ids=stand.encode("c d"), hangs=True, other_choices=(failing,))
     body = {"model": MODEL_NAME, "messages": TURNS, "stream": True, "n": 2}
 
     async with stand.gateway.http.post("/v1/chat/completions", json=body, headers=ONCE) as response:
         events = events_of(await response.read())
 
-    assert events[-1]["error"]["code"] == "engine_lost"
+    assert events[-1]["error"]["code"] == "internal_error"
     for index, text in enumerate(("c d", "a b")):
         chunks = choices_of(events[:-1])[index]
         assert [chunk["delta"].get("role") for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)

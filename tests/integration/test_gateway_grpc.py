@@ -245,7 +245,7 @@ async def test_a_wrong_request_ends_with_the_error_that_names_its_field(
 
 
 async def test_an_engine_that_fails_mid_stream_ends_the_call_with_its_error(stand: Stand, client: Any) -> None:
-    stand.engine.default_script = Script(token_ids=stand.encode("a b c"), error=WorkerLost("gone"))
+    stand.engine.default_script = Script(token_ids=stand.encode("a b c"), goes_on=True, error=WorkerLost("gone"))
 
     error, messages, request_id = await error_of(client.ChatCompletion(chat_request()))
     record = await stand.telemetry.wait_for(request_id)

@@ -239,7 +239,9 @@ async def test_the_client_raises_its_own_errors(stand: Stand, client: anthropic.
 
 
 async def test_an_engine_that_fails_mid_stream_is_one_error_event_and_the_end(stand: Stand) -> None:
-    stand.engine.default_script = Script(token_ids=stand.encode("One two"), error=WorkerLost("The worker is gone."))
+    stand.engine.default_script = Script(
+        token_ids=stand.encode("One two"), goes_on=True, error=WorkerLost("The worker is gone.")
+    )
 
     found = await events(stand)
 

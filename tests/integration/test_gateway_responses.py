@@ -183,7 +183,9 @@ async def test_what_cannot_be_served_is_refused_by_name(stand: Stand, fields: di
 async def test_an_engine_that_fails_mid_stream_is_a_failed_response(
     stand: Stand, client: openai.AsyncOpenAI
 ) -> None:
-    stand.engine.default_script = Script(token_ids=stand.encode("One two"), error=WorkerLost("The worker is gone."))
+    stand.engine.default_script = Script(
+        token_ids=stand.encode("One two"), goes_on=True, error=WorkerLost("The worker is gone.")
+    )
 
     stream = await client.responses.create(model=MODEL_NAME, input="Count.", stream=True)
     found = [event async for event in stream]

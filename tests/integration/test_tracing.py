@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from libs.errors import InvalidLogits
+from libs.errors import InvalidLogits, WorkerLost
 from tests.fakes.fake_generation_engine import Script
 from tests.fakes.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.integration.gateway_process import MODEL_NAME, open_stand
@@ -107,6 +107,25 @@ async def test_a_gateway_begins_traces_itself_and_says_what_went_wrong(tmp_path:
     _, trace_id, span_id, flags = stand.engine.submits[0].traceparent.split("-")
     assert (trace_id, span_id) == (chat.trace_id, chat.span_id)
     assert int(flags, 16) & 1, "the engine's spans would not be kept"
+
+
+async def test_the_time_without_an_engine_is_a_span(tmp_path: Path) -> None:
+    async with OtlpReceiver() as receiver, open_stand(tmp_path, "--otlp-endpoint", receiver.endpoint) as stand:
+        token_ids = stand.encode("one two three")
+        stand.engine.scripts.append(Script(token_ids=token_ids[:1], error=WorkerLost("The worker is gone.")))
+        stand.engine.default_script = Script(token_ids=token_ids, goes_on=True)
+
+        assert await _post(stand.gateway.base_url, _traceparent("01"), stream=True) == 200
+        spans = await receiver.until(lambda spans: any(span.name.startswith("POST") for span in spans))
+
+    by_name = {span.name: span for span in spans}
+    server, chat, resume = (
+        by_name[name] for name in ("POST /v1/chat/completions", f"chat {MODEL_NAME}", "octavo.resume")
+    )
+    assert resume.parent_id == chat.span_id
+    _check_times(server, spans)
+    assert chat.attributes["octavo.retries"] == 1
+    assert 0 < chat.attributes["octavo.segment.resume_us"] <= (resume.end_ns - resume.start_ns) // 1_000 + 50_000
 
 
 async def test_without_an_endpoint_a_clients_context_goes_on_as_it_came(tmp_path: Path) -> None:

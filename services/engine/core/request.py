@@ -40,7 +40,8 @@ class Request:
     ``sampling_params`` is opaque here: it is handed to the workers with each new sequence, and takes
     ``num_params_bytes`` of a message. ``owner`` is the stream
     that asked, ``deadline`` a point on the caller's clock. ``choices`` holds, for each choice, the output ids that
-    were emitted elsewhere before this engine took over. ``num_logprobs`` and ``num_prompt_logprobs`` are the
+    were emitted elsewhere before this engine took over, and ``choice_indices`` their places among all that were
+    asked for; empty where these are all. ``num_logprobs`` and ``num_prompt_logprobs`` are the
     alternatives beside the log-probabilities of output and prompt tokens; None wants neither. With
     ``stall_bound_seconds`` timings are kept: every gap between two tokens that is longer is told, and how long the
     first token took since ``received_time`` on the caller's clock. ``traceparent`` is the W3C trace context of
@@ -59,6 +60,7 @@ class Request:
     shared_prefix: SharedPrefix | None = None
     deadline: float | None = None
     choices: tuple[TokenIds, ...] = field(default_factory=lambda: (np.empty(0, np.uint32),))
+    choice_indices: tuple[int, ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     stall_bound_seconds: float | None = None

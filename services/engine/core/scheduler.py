@@ -237,19 +237,20 @@ class Scheduler:
                 f"{len(self._queue)} sequences wait already, which is the limit. Please try again later.",
                 retry_after_seconds=1.0,
             )
+        indices = request.choice_indices or range(len(request.choices))
         choices = [
             Sequence(
                 request=request,
                 handle=next(self._handles),
                 choice_index=choice_index,
-                arrival_number=self._num_arrivals + choice_index,
+                arrival_number=self._num_arrivals + place,
                 arrival_time=now,
                 place_time=now - request.priority * self.config.aging_seconds,
                 token_ids=np.concatenate((request.prompt_token_ids, output_token_ids)),
                 num_prior_output_tokens=len(output_token_ids),
                 timings=None if request.stall_bound_seconds is None else Timings(),
             )
-            for choice_index, output_token_ids in enumerate(request.choices)
+            for place, (choice_index, output_token_ids) in enumerate(zip(indices, request.choices, strict=True))
         ]
         self._num_arrivals += len(choices)
         self._sequences[request.request_id] = choices

@@ -27,6 +27,8 @@ def refuse_unservable(request: Request, config: SchedulerConfig, num_blocks_for:
         raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt_token_ids")
     if not request.choices:
         raise InvalidRequest("The request asks for no choices; ask for at least one.", param="choices")
+    if len(set(request.choice_indices)) < len(request.choice_indices):
+        raise InvalidRequest("Two choices have the same choice_index; each needs its own.", param="choices")
     if criteria.max_output_tokens <= num_prior:
         raise InvalidRequest(
             f"max_output_tokens is {criteria.max_output_tokens} and {num_prior} tokens were emitted already.",

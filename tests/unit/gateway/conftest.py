@@ -15,7 +15,7 @@ from libs.obs.metrics import GatewayMetrics
 from libs.text import ModelText, load_model_text, resolve_model_path
 from services.gateway.engine_directory import EngineDirectory
 from services.gateway.engine_streams import EngineStreams
-from services.gateway.generation import SamplingParams, Submission
+from services.gateway.generation import SamplingParams, Submission, new_choices
 from services.gateway.generation_options import GenerationOptions, parse_generation_options
 from services.gateway.peers import PlacementAsk
 from services.gateway.placement import Placements
@@ -86,7 +86,7 @@ def submission(
             num_prompt_logprobs=num_prompt_logprobs,
         ),
         cache_salt=b"salt",
-        num_choices=num_choices,
+        choices=new_choices(num_choices),
     )
 
 

@@ -141,3 +141,39 @@ def test_keeps_the_first_late_steps_and_counts_all() -> None:
 
     assert len(times.late_steps) == MAX_LATE_STEPS
     assert times.num_late_steps == MAX_LATE_STEPS + 9
+
+
+def test_the_gap_over_a_loss_is_measured_from_the_lost_engines_last_token() -> None:
+    lost, next_try = _try(), _try(submitted_ns=900 * _MILLISECOND)
+    lost.arrive(0, step_id=7, now_ns=100 * _MILLISECOND)
+    # That it failed is no token.
+    lost.fail(0, step_id=8, now_ns=400 * _MILLISECOND)
+    next_try.go_on_from(lost)
+    for step_id, millisecond in ((1, 1_100), (2, 1_300)):
+        next_try.arrive(0, step_id, millisecond * _MILLISECOND)
+
+    gaps = [(late.gap_ns // _MILLISECOND, late.is_after_loss) for late in next_try.late_steps]
+    assert gaps == [(1_000, True), (200, False)]
+    assert lost.late_steps == []
+
+
+def test_losses_before_the_reader_has_a_token_are_one_interruption() -> None:
+    first, refused, resumed = _try(), _try(), _try()
+    journey = Journey()
+    journey.begin_try(first)
+    first.arrive(0, step_id=1, now_ns=10)
+    journey.lose(20)
+    journey.begin_try(refused)
+    journey.read()
+    journey.lose(30)
+    journey.begin_try(resumed)
+    assert journey.is_resuming
+    resumed.arrive(0, step_id=1, now_ns=90)
+
+    journey.read()
+
+    assert not journey.is_resuming
+    assert [(one.lost_ns, one.first_arrival_ns) for one in journey.resumptions] == [(20, 90)]
+    assert journey.tries == [first, resumed]
+    # The way to the first token is over.
+    assert journey.current is first

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%octavo/generation/v1/generation.proto\x12\x14octavo.generation.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"z\n\x0fGenerateRequest\x12.\n\x06submit\x18\x01 \x01(\x0b\x32\x1c.octavo.generation.v1.SubmitH\x00\x12,\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1b.octavo.generation.v1.AbortH\x00\x42\t\n\x07\x63ommand\"\xaa\x03\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\x18\n\x0btraceparent\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x31\n\x0eremaining_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12=\n\x0fsampling_params\x18\x07 \x01(\x0b\x32$.octavo.generation.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x32\n\x07\x63hoices\x18\t \x03(\x0b\x32!.octavo.generation.v1.ChoiceState\x12\x39\n\rshared_prefix\x18\n \x01(\x0b\x32\".octavo.generation.v1.SharedPrefix\x12.\n\x0bstall_bound\x18\x0b \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\n\x0c_traceparent\"0\n\x0cSharedPrefix\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\'\n\x0b\x43hoiceState\x12\x18\n\x10output_token_ids\x18\x01 \x03(\r\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\r\"\xc0\x05\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x19\n\x11min_output_tokens\x18\x07 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\x03\x88\x01\x01\x12G\n\nlogit_bias\x18\r \x03(\x0b\x32\x33.octavo.generation.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12\x36\n\tbad_words\x18\x0f \x03(\x0b\x32#.octavo.generation.v1.TokenSequence\x12\x19\n\x0cnum_logprobs\x18\x10 \x01(\rH\x04\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x11 \x01(\rH\x05\x88\x01\x01\x12.\n\x07grammar\x18\x12 \x01(\x0b\x32\x1d.octavo.generation.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"}\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12\x32\n\x06\x63hoice\x18\x04 \x01(\x0b\x32 .octavo.generation.v1.ChoiceListH\x00\x42\x06\n\x04\x66orm\"\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\xa1\x03\n\x10GenerateResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12.\n\x07started\x18\x02 \x03(\x0b\x32\x1d.octavo.generation.v1.Started\x12\x0f\n\x07handles\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x30\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1e.octavo.generation.v1.Finished\x12,\n\x06\x66\x61iled\x18\x07 \x03(\x0b\x32\x1c.octavo.generation.v1.Failed\x12=\n\x0foutput_logprobs\x18\x08 \x01(\x0b\x32$.octavo.generation.v1.OutputLogprobs\x12=\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32$.octavo.generation.v1.PromptLogprobs\x12\x36\n\x0c\x66irst_tokens\x18\n \x03(\x0b\x32 .octavo.generation.v1.FirstToken\"\xc0\x02\n\nFirstToken\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x31\n\x0equeue_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12/\n\x06misses\x18\x05 \x03(\x0b\x32\x1f.octavo.generation.v1.CacheMiss\x12\x33\n\x10publish_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x39\n\x16since_started_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"V\n\tCacheMiss\x12\x35\n\x06reason\x18\x01 \x01(\x0e\x32%.octavo.generation.v1.CacheMissReason\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\x87\x01\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x18\n\x10num_alternatives\x18\x03 \x03(\r\x12\x1d\n\x15\x61lternative_token_ids\x18\x04 \x03(\r\x12\x1c\n\x14\x61lternative_logprobs\x18\x05 \x03(\x02\"V\n\x0eOutputLogprobs\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x33\n\x06tokens\x18\x02 \x01(\x0b\x32#.octavo.generation.v1.TokenLogprobs\"j\n\x0ePromptLogprobs\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x33\n\x06tokens\x18\x03 \x01(\x0b\x32#.octavo.generation.v1.TokenLogprobs\"b\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x32\n\x0f\x61\x63\x63\x65pt_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa8\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x32\n\x06reason\x18\x02 \x01(\x0e\x32\".octavo.generation.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12*\n\x05usage\x18\x04 \x01(\x0b\x32\x1b.octavo.generation.v1.UsageB\x10\n\x0e_stop_token_id\"h\n\x06\x46\x61iled\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12*\n\x05usage\x18\x03 \x01(\x0b\x32\x1b.octavo.generation.v1.Usage\"\xee\x02\n\x05Usage\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_discarded_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\r\x12\x31\n\x0equeue_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x06stalls\x18\t \x03(\x0b\x32\x1b.octavo.generation.v1.Stall\x12\x12\n\nnum_stalls\x18\n \x01(\r\"\xc1\x01\n\x05Stall\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12&\n\x03gap\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x06reason\x18\x03 \x01(\x0e\x32!.octavo.generation.v1.StallReason\x12\x30\n\rstep_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12num_prefill_tokens\x18\x05 \x01(\r*\xfb\x01\n\x0f\x43\x61\x63heMissReason\x12!\n\x1d\x43\x41\x43HE_MISS_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43\x41\x43HE_MISS_REASON_NOT_SEEN\x10\x01\x12\x1d\n\x19\x43\x41\x43HE_MISS_REASON_EVICTED\x10\x02\x12 \n\x1c\x43\x41\x43HE_MISS_REASON_BEHIND_GAP\x10\x03\x12\x1a\n\x16\x43\x41\x43HE_MISS_REASON_TAIL\x10\x04\x12%\n!CACHE_MISS_REASON_PROMPT_LOGPROBS\x10\x05\x12!\n\x1d\x43\x41\x43HE_MISS_REASON_CACHING_OFF\x10\x06*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*\x9c\x01\n\x0bStallReason\x12\x1c\n\x18STALL_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17STALL_REASON_PREEMPTION\x10\x01\x12\x18\n\x14STALL_REASON_PREFILL\x10\x02\x12\x1a\n\x16STALL_REASON_LONG_STEP\x10\x03\x12\x1c\n\x18STALL_REASON_ENGINE_WAIT\x10\x04\x32r\n\x11GenerationService\x12]\n\x08Generate\x12%.octavo.generation.v1.GenerateRequest\x1a&.octavo.generation.v1.GenerateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%octavo/generation/v1/generation.proto\x12\x14octavo.generation.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"z\n\x0fGenerateRequest\x12.\n\x06submit\x18\x01 \x01(\x0b\x32\x1c.octavo.generation.v1.SubmitH\x00\x12,\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1b.octavo.generation.v1.AbortH\x00\x42\t\n\x07\x63ommand\"\xaa\x03\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\x18\n\x0btraceparent\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x31\n\x0eremaining_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12=\n\x0fsampling_params\x18\x07 \x01(\x0b\x32$.octavo.generation.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x32\n\x07\x63hoices\x18\t \x03(\x0b\x32!.octavo.generation.v1.ChoiceState\x12\x39\n\rshared_prefix\x18\n \x01(\x0b\x32\".octavo.generation.v1.SharedPrefix\x12.\n\x0bstall_bound\x18\x0b \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\n\x0c_traceparent\"0\n\x0cSharedPrefix\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"S\n\x0b\x43hoiceState\x12\x18\n\x10output_token_ids\x18\x01 \x03(\r\x12\x19\n\x0c\x63hoice_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_choice_index\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\r\"\xc0\x05\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x19\n\x11min_output_tokens\x18\x07 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\x03\x88\x01\x01\x12G\n\nlogit_bias\x18\r \x03(\x0b\x32\x33.octavo.generation.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12\x36\n\tbad_words\x18\x0f \x03(\x0b\x32#.octavo.generation.v1.TokenSequence\x12\x19\n\x0cnum_logprobs\x18\x10 \x01(\rH\x04\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x11 \x01(\rH\x05\x88\x01\x01\x12.\n\x07grammar\x18\x12 \x01(\x0b\x32\x1d.octavo.generation.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"}\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12\x32\n\x06\x63hoice\x18\x04 \x01(\x0b\x32 .octavo.generation.v1.ChoiceListH\x00\x42\x06\n\x04\x66orm\"\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\xa1\x03\n\x10GenerateResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12.\n\x07started\x18\x02 \x03(\x0b\x32\x1d.octavo.generation.v1.Started\x12\x0f\n\x07handles\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x30\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1e.octavo.generation.v1.Finished\x12,\n\x06\x66\x61iled\x18\x07 \x03(\x0b\x32\x1c.octavo.generation.v1.Failed\x12=\n\x0foutput_logprobs\x18\x08 \x01(\x0b\x32$.octavo.generation.v1.OutputLogprobs\x12=\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32$.octavo.generation.v1.PromptLogprobs\x12\x36\n\x0c\x66irst_tokens\x18\n \x03(\x0b\x32 .octavo.generation.v1.FirstToken\"\xc0\x02\n\nFirstToken\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x31\n\x0equeue_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12/\n\x06misses\x18\x05 \x03(\x0b\x32\x1f.octavo.generation.v1.CacheMiss\x12\x33\n\x10publish_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x39\n\x16since_started_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"V\n\tCacheMiss\x12\x35\n\x06reason\x18\x01 \x01(\x0e\x32%.octavo.generation.v1.CacheMissReason\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\x87\x01\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x18\n\x10num_alternatives\x18\x03 \x03(\r\x12\x1d\n\x15\x61lternative_token_ids\x18\x04 \x03(\r\x12\x1c\n\x14\x61lternative_logprobs\x18\x05 \x03(\x02\"V\n\x0eOutputLogprobs\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x33\n\x06tokens\x18\x02 \x01(\x0b\x32#.octavo.generation.v1.TokenLogprobs\"j\n\x0ePromptLogprobs\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x33\n\x06tokens\x18\x03 \x01(\x0b\x32#.octavo.generation.v1.TokenLogprobs\"b\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x32\n\x0f\x61\x63\x63\x65pt_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa8\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x32\n\x06reason\x18\x02 \x01(\x0e\x32\".octavo.generation.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12*\n\x05usage\x18\x04 \x01(\x0b\x32\x1b.octavo.generation.v1.UsageB\x10\n\x0e_stop_token_id\"h\n\x06\x46\x61iled\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12*\n\x05usage\x18\x03 \x01(\x0b\x32\x1b.octavo.generation.v1.Usage\"\xee\x02\n\x05Usage\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_discarded_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\r\x12\x31\n\x0equeue_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x06stalls\x18\t \x03(\x0b\x32\x1b.octavo.generation.v1.Stall\x12\x12\n\nnum_stalls\x18\n \x01(\r\"\xc1\x01\n\x05Stall\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12&\n\x03gap\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x06reason\x18\x03 \x01(\x0e\x32!.octavo.generation.v1.StallReason\x12\x30\n\rstep_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12num_prefill_tokens\x18\x05 \x01(\r*\xfb\x01\n\x0f\x43\x61\x63heMissReason\x12!\n\x1d\x43\x41\x43HE_MISS_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43\x41\x43HE_MISS_REASON_NOT_SEEN\x10\x01\x12\x1d\n\x19\x43\x41\x43HE_MISS_REASON_EVICTED\x10\x02\x12 \n\x1c\x43\x41\x43HE_MISS_REASON_BEHIND_GAP\x10\x03\x12\x1a\n\x16\x43\x41\x43HE_MISS_REASON_TAIL\x10\x04\x12%\n!CACHE_MISS_REASON_PROMPT_LOGPROBS\x10\x05\x12!\n\x1d\x43\x41\x43HE_MISS_REASON_CACHING_OFF\x10\x06*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*\x9c\x01\n\x0bStallReason\x12\x1c\n\x18STALL_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17STALL_REASON_PREEMPTION\x10\x01\x12\x18\n\x14STALL_REASON_PREFILL\x10\x02\x12\x1a\n\x16STALL_REASON_LONG_STEP\x10\x03\x12\x1c\n\x18STALL_REASON_ENGINE_WAIT\x10\x04\x32r\n\x11GenerationService\x12]\n\x08Generate\x12%.octavo.generation.v1.GenerateRequest\x1a&.octavo.generation.v1.GenerateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_CACHEMISSREASON']._serialized_start=3819
-  _globals['_CACHEMISSREASON']._serialized_end=4070
-  _globals['_FINISHREASON']._serialized_start=4072
-  _globals['_FINISHREASON']._serialized_end=4194
-  _globals['_STALLREASON']._serialized_start=4197
-  _globals['_STALLREASON']._serialized_end=4353
+  _globals['_CACHEMISSREASON']._serialized_start=3863
+  _globals['_CACHEMISSREASON']._serialized_end=4114
+  _globals['_FINISHREASON']._serialized_start=4116
+  _globals['_FINISHREASON']._serialized_end=4238
+  _globals['_STALLREASON']._serialized_start=4241
+  _globals['_STALLREASON']._serialized_end=4397
   _globals['_GENERATEREQUEST']._serialized_start=120
   _globals['_GENERATEREQUEST']._serialized_end=242
   _globals['_SUBMIT']._serialized_start=245
@@ -48,41 +48,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHAREDPREFIX']._serialized_start=673
   _globals['_SHAREDPREFIX']._serialized_end=721
   _globals['_CHOICESTATE']._serialized_start=723
-  _globals['_CHOICESTATE']._serialized_end=762
-  _globals['_ABORT']._serialized_start=764
-  _globals['_ABORT']._serialized_end=808
-  _globals['_SAMPLINGPARAMS']._serialized_start=811
-  _globals['_SAMPLINGPARAMS']._serialized_end=1515
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1373
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1421
-  _globals['_TOKENSEQUENCE']._serialized_start=1517
-  _globals['_TOKENSEQUENCE']._serialized_end=1551
-  _globals['_GRAMMAR']._serialized_start=1553
-  _globals['_GRAMMAR']._serialized_end=1678
-  _globals['_CHOICELIST']._serialized_start=1680
-  _globals['_CHOICELIST']._serialized_end=1709
-  _globals['_GENERATERESPONSE']._serialized_start=1712
-  _globals['_GENERATERESPONSE']._serialized_end=2129
-  _globals['_FIRSTTOKEN']._serialized_start=2132
-  _globals['_FIRSTTOKEN']._serialized_end=2452
-  _globals['_CACHEMISS']._serialized_start=2454
-  _globals['_CACHEMISS']._serialized_end=2540
-  _globals['_TOKENLOGPROBS']._serialized_start=2543
-  _globals['_TOKENLOGPROBS']._serialized_end=2678
-  _globals['_OUTPUTLOGPROBS']._serialized_start=2680
-  _globals['_OUTPUTLOGPROBS']._serialized_end=2766
-  _globals['_PROMPTLOGPROBS']._serialized_start=2768
-  _globals['_PROMPTLOGPROBS']._serialized_end=2874
-  _globals['_STARTED']._serialized_start=2876
-  _globals['_STARTED']._serialized_end=2974
-  _globals['_FINISHED']._serialized_start=2977
-  _globals['_FINISHED']._serialized_end=3145
-  _globals['_FAILED']._serialized_start=3147
-  _globals['_FAILED']._serialized_end=3251
-  _globals['_USAGE']._serialized_start=3254
-  _globals['_USAGE']._serialized_end=3620
-  _globals['_STALL']._serialized_start=3623
-  _globals['_STALL']._serialized_end=3816
-  _globals['_GENERATIONSERVICE']._serialized_start=4355
-  _globals['_GENERATIONSERVICE']._serialized_end=4469
+  _globals['_CHOICESTATE']._serialized_end=806
+  _globals['_ABORT']._serialized_start=808
+  _globals['_ABORT']._serialized_end=852
+  _globals['_SAMPLINGPARAMS']._serialized_start=855
+  _globals['_SAMPLINGPARAMS']._serialized_end=1559
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1417
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1465
+  _globals['_TOKENSEQUENCE']._serialized_start=1561
+  _globals['_TOKENSEQUENCE']._serialized_end=1595
+  _globals['_GRAMMAR']._serialized_start=1597
+  _globals['_GRAMMAR']._serialized_end=1722
+  _globals['_CHOICELIST']._serialized_start=1724
+  _globals['_CHOICELIST']._serialized_end=1753
+  _globals['_GENERATERESPONSE']._serialized_start=1756
+  _globals['_GENERATERESPONSE']._serialized_end=2173
+  _globals['_FIRSTTOKEN']._serialized_start=2176
+  _globals['_FIRSTTOKEN']._serialized_end=2496
+  _globals['_CACHEMISS']._serialized_start=2498
+  _globals['_CACHEMISS']._serialized_end=2584
+  _globals['_TOKENLOGPROBS']._serialized_start=2587
+  _globals['_TOKENLOGPROBS']._serialized_end=2722
+  _globals['_OUTPUTLOGPROBS']._serialized_start=2724
+  _globals['_OUTPUTLOGPROBS']._serialized_end=2810
+  _globals['_PROMPTLOGPROBS']._serialized_start=2812
+  _globals['_PROMPTLOGPROBS']._serialized_end=2918
+  _globals['_STARTED']._serialized_start=2920
+  _globals['_STARTED']._serialized_end=3018
+  _globals['_FINISHED']._serialized_start=3021
+  _globals['_FINISHED']._serialized_end=3189
+  _globals['_FAILED']._serialized_start=3191
+  _globals['_FAILED']._serialized_end=3295
+  _globals['_USAGE']._serialized_start=3298
+  _globals['_USAGE']._serialized_end=3664
+  _globals['_STALL']._serialized_start=3667
+  _globals['_STALL']._serialized_end=3860
+  _globals['_GENERATIONSERVICE']._serialized_start=4399
+  _globals['_GENERATIONSERVICE']._serialized_end=4513
 # @@protoc_insertion_point(module_scope)

@@ -271,20 +271,28 @@ class ChoiceState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    choice_index: _builtins.int
+    """The choice's place among all that the client asked for, on which its draws depend; unset is its place in this
+    list. A request that goes on elsewhere leaves out the choices that have ended.
+    """
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Output ids already emitted. They count as output for limits, penalties and random draws."""
+        """Output ids already emitted. They count as output for limits, penalties, grammar and random draws."""
 
     def __init__(
         self,
         *,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        choice_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "choice_index", b"choice_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_token_ids", b"output_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "choice_index", b"choice_index", "output_token_ids", b"output_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__choice_index: _TypeAlias = _typing.Literal["choice_index"]  # noqa: Y015
+    _WhichOneofArgType__choice_index: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice_index) -> _WhichOneofReturnType__choice_index | None: ...
 
 Global___ChoiceState: _TypeAlias = ChoiceState  # noqa: Y015
 

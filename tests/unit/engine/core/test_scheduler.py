@@ -48,13 +48,18 @@ def _watched(**limits: object) -> WatchedScheduler:
 
 def _run(watched: WatchedScheduler, request: Request) -> list[int]:
     """Serve one request alone; returns the output of its first choice."""
-    (handle, *_) = watched.add(request)
-    output: list[int] = []
+    return _run_choices(watched, request)[0]
+
+
+def _run_choices(watched: WatchedScheduler, request: Request) -> list[list[int]]:
+    """Serve one request alone; returns the output of each choice."""
+    outputs: dict[int, list[int]] = {handle: [] for handle in watched.add(request)}
     while watched.schedule() is not None:
         events = watched.apply()
-        output += events.token_ids[events.handles == handle].tolist()
+        for handle, output in outputs.items():
+            output += events.token_ids[events.handles == handle].tolist()
         watched.check()
-    return output
+    return list(outputs.values())
 
 
 # ---- what add refuses ----
@@ -73,6 +78,12 @@ def _run(watched: WatchedScheduler, request: Request) -> list[int]:
             InvalidRequest,
             "3 tokens were emitted already",
             id="a choice that is finished",
+        ),
+        pytest.param(
+            make_request("r", [1], prior_outputs=[[5], [5]], choice_indices=(3, 3)),
+            InvalidRequest,
+            "each needs its own",
+            id="one choice twice",
         ),
         pytest.param(
             make_request("r", range(150), max_output_tokens=51), ContextLengthExceeded, "200 tokens", id="too long"
@@ -550,6 +561,17 @@ def test_a_resumed_request_gets_the_tokens_that_it_would_have_got() -> None:
     rest = _run(_watched(), make_request("a", range(30), max_output_tokens=12, prior_outputs=[whole[:5]]))
 
     assert whole[:5] + rest == whole
+
+
+def test_choices_that_are_left_of_a_request_get_the_tokens_that_they_would_have_got() -> None:
+    whole = _run_choices(_watched(), make_request("a", range(30), max_output_tokens=12, prior_outputs=[[]] * 3))
+
+    prior = [whole[2][:5], [], whole[0][:2]]
+    resumed = make_request("a", range(30), max_output_tokens=12, prior_outputs=prior, choice_indices=(2, 1, 0))
+    rest = _run_choices(_watched(), resumed)
+
+    assert [before + after for before, after in zip(prior, rest, strict=True)] == [whole[2], whole[1], whole[0]]
+    assert len({*map(tuple, whole)}) == 3
 
 
 def test_load_counts_what_waits_and_what_is_left_of_prompts() -> None:
