@@ -17,7 +17,8 @@ _BEAT_SECONDS: Final = 0.5
 # Silence is counted in so many parts: a starter that was stopped itself, and so has read nothing for long, waits on
 # for a beat.
 _NUM_PARTS: Final = 4
-_READ_BYTES: Final = 4_096
+# All that a pipe holds, so that old beats stand for no new ones.
+_READ_BYTES: Final = 65_536
 
 
 class HeartbeatPipe:
@@ -35,24 +36,20 @@ class HeartbeatPipe:
 
     async def wait_until_silent(self, limit_seconds: float) -> None:
         """Return when the process has beaten once and then not for so long; waits for ever for the first beat."""
-        await self._wait_for_beat()
-        num_missed = 0
+        has_begun, num_missed = False, 0
         while num_missed < _NUM_PARTS:
-            try:
-                async with asyncio.timeout(limit_seconds / _NUM_PARTS):
-                    await self._wait_for_beat()
-                num_missed = 0
-            except TimeoutError:
+            await asyncio.sleep(limit_seconds / _NUM_PARTS)
+            if self._has_beaten():
+                has_begun, num_missed = True, 0
+            elif has_begun:
                 num_missed += 1
 
-    async def _wait_for_beat(self) -> None:
-        loop, has_beaten = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._read_fd, has_beaten.set)
+    def _has_beaten(self) -> bool:
+        """Tell whether it has since the last look: also while nobody could look."""
         try:
-            await has_beaten.wait()
-        finally:
-            loop.remove_reader(self._read_fd)
-        os.read(self._read_fd, _READ_BYTES)
+            return bool(os.read(self._read_fd, _READ_BYTES))
+        except BlockingIOError:
+            return False
 
     def close(self) -> None:
         """Close both ends."""

@@ -197,7 +197,7 @@ class _Connection(web.RequestHandler):
         super().data_received(data)
         if not self._waits_for_request:
             self._stop_waiting_for_head()
-        # Some clients end a body with a line break that is no part of it, and begins no head: RFC 9112, section 2.2.
+        # Some clients end a body with a line break that is no part of it and begins no head: RFC 9112, section 2.2.
         elif self._head_patience is None and data.strip(b"\r\n"):
             self._head_patience = self._loop.call_later(self._head_timeout_seconds, self._refuse_slow_head)
 

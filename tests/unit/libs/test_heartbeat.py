@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -44,6 +45,27 @@ async def test_the_first_beat_is_waited_for_as_long_as_it_takes(pipe: HeartbeatP
         await silence
 
     assert not was_silent
+
+
+async def test_a_starter_that_was_stopped_itself_looks_before_it_judges(pipe: HeartbeatPipe) -> None:
+    silence = asyncio.create_task(pipe.wait_until_silent(1.2))
+    os.write(pipe.write_fd, b".")
+
+    for num_beats in (0, 0, 0, 1):
+        await _run_what_is_due()
+        # Longer than a part of the silence; in the last the process beats while nobody can look.
+        os.write(pipe.write_fd, b"." * num_beats)
+        time.sleep(0.35)
+    await _run_what_is_due()
+    was_silent = silence.done()
+    silence.cancel()
+
+    assert not was_silent
+
+
+async def _run_what_is_due() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 async def test_a_starter_that_reads_nothing_stops_nobody(pipe: HeartbeatPipe) -> None:
