@@ -42,8 +42,8 @@ async def _until_silent(has_answered: Callable[[], Awaitable[bool]], limit_secon
         await asyncio.sleep(min(_SILENCE_INTERVAL_SECONDS, limit_seconds / 4))
         if await has_answered():
             last_answer = clock()
-        # Looked at here only, so that a supervisor that was stopped itself asks once more.
-        elif clock() - last_answer >= limit_seconds:
+        # A supervisor that was stopped itself, perhaps in the middle of a question, asks once more.
+        elif clock() - last_answer >= limit_seconds and not await has_answered():
             return
 
 
