@@ -38,7 +38,9 @@ def test_relays_what_processes_print_with_their_names(octavo: RunningOctavo) -> 
 
 
 def test_only_workers_keep_their_priority(octavo: RunningOctavo) -> None:
-    niceness = {name: os.getpriority(os.PRIO_PROCESS, octavo.pid_of(name)) for name in octavo.state()["processes"]}
+    # One that has just been started is not nice yet, and the audit store is started last.
+    pids = {name: octavo.wait_until_healthy(name) for name in octavo.state()["processes"]}
+    niceness = {name: os.getpriority(os.PRIO_PROCESS, pid) for name, pid in pids.items()}
 
     own = os.getpriority(os.PRIO_PROCESS, octavo.process.pid)
     background = min(19, own + 10)
