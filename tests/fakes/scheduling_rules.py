@@ -4,8 +4,9 @@
    as the budget goes. One whose last token is being sampled has nothing to compute.
 2. *The budget* is in tokens; while anyone else runs or waits awake, prompts together take at most their share, and
    of it one takes at most that share that has at least twice as much to compute as another prompt that runs, or as
-   the next in line, if it can join; with a target for the inter-token latency, and while somebody decodes, prompts
-   take what the predicted time leaves, and the first of them a block at least.
+   the next in line, if it can join, and where one ends the others come whole or not at all; with a target for the
+   inter-token latency, and while somebody decodes, prompts take what the predicted time leaves, and the first of
+   them a block at least.
 3. *When blocks do not suffice* the one gives up all of its blocks that has the lowest priority, then has computed
    least, then came last, but never the first in line; as often as needed and no more. For a decode anyone may have
    to go, for a prompt only those that are not in the step yet. Nobody is admitted in such a step.
@@ -138,6 +139,7 @@ class _Budget:
     num_prompt_left: int
     seconds_left: float | None = None
     is_first_chunk: bool = True
+    has_end: bool = False
 
     @property
     def has_room_for_prompts(self) -> bool:
@@ -168,6 +170,8 @@ class _Budget:
 
     def take_chunk(self, num_pending: int, num_computed: int, *, yields: bool) -> int:
         count = min(num_pending, self.num_left, self.num_prompt_left)
+        if self.has_end and count < num_pending and self.max_prompt < self.config.max_num_batched_tokens:
+            return 0
         if yields:
             count = min(count, share_of(self.config, self.max_prompt))
         if self.seconds_left is not None and count:
@@ -175,6 +179,7 @@ class _Budget:
             count = min(count, max(affordable, self.config.block_size if self.is_first_chunk else 0))
             self._pay(count, num_computed)
         self.is_first_chunk &= not count
+        self.has_end |= count == num_pending
         self.num_left -= count
         self.num_prompt_left -= count
         return count

@@ -9,10 +9,11 @@ class TokenBudget:
     """Scratch state of one scheduling pass. Decodes are always granted; prompts get what is left.
 
     In company, where anyone else runs or waits, prompts together take at most their share of a step: short steps
-    let those that decode go on, and the first in line have its first token before the second begins. A prompt that
-    is alone disturbs nobody and takes all. With a target for the inter-token latency, and while somebody decodes, a
-    step takes prompt tokens only as far as its predicted time allows, but always a few: a target that cannot be met
-    must not starve prompts.
+    let those that decode go on, and the first in line have its first token before the second begins. For the same
+    reason a step in which a prompt ends takes others only whole: a part of one would make the first token of the
+    other late and have none of its own. A prompt that is alone disturbs nobody and takes all. With a target for the
+    inter-token latency, and while somebody decodes, a step takes prompt tokens only as far as its predicted time
+    allows, but always a few: a target that cannot be met must not starve prompts.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class TokenBudget:
         self._min_chunk_tokens = min_chunk_tokens
         self._max_share = max_share
         self._max_prompt_tokens = self._share_of(max_num_tokens) if is_in_company else max_num_tokens
+        self._is_shared = self._max_prompt_tokens < max_num_tokens
         self._num_prompt_tokens_left = self._max_prompt_tokens
         self._target_seconds = target_seconds if cost_model.is_fitted else None
         self._cost_model = cost_model
         self._seconds_left: float | None = None
         self._has_granted_chunk = False
+        self._has_ended_prompt = False
 
     def take_decodes(self, num_tokens: int, context_tokens: int) -> None:
         """Take what single-token rows need."""
@@ -62,6 +65,8 @@ class TokenBudget:
         One that yields, to a shorter prompt behind it, takes at most its share of what prompts may take.
         """
         granted = min(num_pending_tokens, self.num_tokens_left, self._num_prompt_tokens_left)
+        if granted < num_pending_tokens and self._has_ended_prompt and self._is_shared:
+            return 0
         if yields:
             granted = min(granted, self._share_of(self._max_prompt_tokens))
         if self._seconds_left is not None and granted > 0:
@@ -69,6 +74,7 @@ class TokenBudget:
             granted = min(granted, max(self._affordable(num_computed_tokens), floor))
             self._pay(granted, num_computed_tokens)
         self._has_granted_chunk |= granted > 0
+        self._has_ended_prompt |= granted == num_pending_tokens
         self.num_tokens_left -= granted
         self._num_prompt_tokens_left -= granted
         return granted

@@ -415,7 +415,7 @@ def test_a_step_tells_of_no_more_than_a_message_holds(
 
 
 def test_the_answer_for_an_earlier_stay_in_a_slot_is_not_taken_for_the_present_one() -> None:
-    watched = _watched(num_blocks=4, max_steps_in_flight=2, admission=Admission.WATERMARK)
+    watched = _watched(num_blocks=4, max_steps_in_flight=2, admission=Admission.WATERMARK, max_prefill_share=1.0)
     watched.add(make_request("first", range(30), max_output_tokens=1))
     (victim,) = watched.add(make_request("victim", range(100, 132), max_output_tokens=4))
     watched.schedule()

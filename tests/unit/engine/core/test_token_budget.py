@@ -69,8 +69,7 @@ def test_in_company_prompts_get_their_share_together_but_a_block_at_least(max_sh
     budget = _budget(max_share=max_share, is_in_company=True)
 
     assert budget.has_room_for_prompts
-    assert _grant(budget, 10) == 10
-    assert _grant(budget, 200) == granted - 10
+    assert _grant(budget, 200) == granted
     assert not budget.has_room_for_prompts
     assert _grant(budget, 200) == 0
     assert budget.num_tokens_left == 64 - granted
@@ -80,8 +79,24 @@ def test_one_that_yields_leaves_room_within_what_prompts_may_take() -> None:
     budget = _budget(128, is_in_company=True)
 
     assert _grant(budget, 200, yields=True) == 32
+    assert _grant(budget, 100) == 32
+
+
+def test_where_a_prompt_ends_others_come_whole_or_not_at_all() -> None:
+    budget = _budget(128, is_in_company=True)
+
+    assert _grant(budget, 30) == 30
+    assert _grant(budget, 35) == 0
     assert _grant(budget, 20) == 20
-    assert _grant(budget, 200) == 12
+    assert _grant(budget, 200) == 0
+    assert _grant(budget, 14) == 14
+
+
+def test_prompts_without_a_share_of_their_own_come_in_parts() -> None:
+    budget = _budget(64, max_share=1.0, is_in_company=True)
+
+    assert _grant(budget, 30) == 30
+    assert _grant(budget, 200) == 34
 
 
 def test_a_share_never_exceeds_what_is_left() -> None:
