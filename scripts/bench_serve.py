@@ -260,12 +260,13 @@ def _measure(
     for server in servers:
         # Paths that a server compiles or loads at first use are not what is measured.
         client.run(server.base_url, Workload("warm-up", 32, 8, concurrency=2, num_requests=2), seed=999)
-    for workload in workloads:
+    for index, workload in enumerate(workloads):
         for number in range(rounds):
+            # Other texts in each round of each workload, so that none finds the prompts of another cached.
+            seed = index * rounds + number
             for server in servers if number % 2 == 0 else servers[::-1]:
                 before = processes[server.name].cpu_seconds()
-                # Other texts in each round, so that no round finds the prompts of another cached.
-                figures = client.run(server.base_url, workload, seed=number)
+                figures = client.run(server.base_url, workload, seed=seed)
                 cpu_seconds = spent(before, processes[server.name].cpu_seconds())
                 print(f"{workload.name}, {server.name}, round {number}: {json.dumps(figures)}", flush=True)
                 yield {
