@@ -28,15 +28,24 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-// With fewer inputs than thirty-two a row is shorter and there are fewer lines of columns. With fewer rows there is less to
-// load, multiply and store; what comes out of a row does not depend on how many there are.
-constexpr TileShapes shapes_for(int num_inputs, int num_rows) {
+// With fewer rows there is less to load, multiply and store; what comes out of a row does not depend on how many there are.
+constexpr TileShapes shapes_for(int num_rows) {
     TileShapes shapes;
     for (int tile = 0; tile < 8; ++tile) {
-        const bool is_row = tile == kFirstRowTile || tile == kFirstRowTile + 1, is_column = tile >= kFirstColumnTile;
-        shapes.line_bytes[tile] = (uint16_t)(is_row ? 2 * num_inputs : kTileLineBytes);
-        shapes.rows[tile] = (uint8_t)(is_column ? num_inputs / 2 : num_rows);
+        shapes.line_bytes[tile] = kTileLineBytes;
+        shapes.rows[tile] = (uint8_t)(tile >= kFirstColumnTile ? kTileGroups : num_rows);
     }
+    return shapes;
+}
+
+// Attention keeps its shapes from its scores, with thirty-two inputs at once, to its sums of values, of which a tile of
+// tokens has sixteen: it has registers of its own for those. To load other shapes takes as long as eleven products.
+constexpr int kQueryTile = 4, kWeightTile = 5, kKeyTile = 6, kValueTile = 7;
+
+constexpr TileShapes attention_shapes_for(int num_rows) {
+    TileShapes shapes = shapes_for(num_rows);
+    shapes.line_bytes[kWeightTile] = kTileLineBytes / 2;
+    shapes.rows[kValueTile] = kTileGroups / 2;
     return shapes;
 }
 
@@ -44,8 +53,8 @@ constexpr TileShapes shapes_for(int num_inputs, int num_rows) {
 struct ShapesByRows {
     TileShapes of_rows[kTileRows];
 
-    constexpr explicit ShapesByRows(int num_inputs) : of_rows{} {
-        for (int i = 0; i < kTileRows; ++i) of_rows[i] = shapes_for(num_inputs, i + 1);
+    constexpr explicit ShapesByRows(TileShapes (*shapes_of)(int)) : of_rows{} {
+        for (int i = 0; i < kTileRows; ++i) of_rows[i] = shapes_of(i + 1);
     }
     // Of more rows each tile is full.
     constexpr const TileShapes& operator()(int num_rows) const {
@@ -53,8 +62,8 @@ struct ShapesByRows {
     }
 };
 
-alignas(64) constexpr ShapesByRows kShapesByRows(kTileInputs);
-alignas(64) constexpr ShapesByRows kHalfShapesByRows(kTileInputs / 2);
+alignas(64) constexpr ShapesByRows kShapesByRows(shapes_for);
+alignas(64) constexpr ShapesByRows kAttentionShapesByRows(attention_shapes_for);
 
 // Shapes hold for a thread; loading them clears all tiles.
 OCTAVO_INLINE void load_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
@@ -90,50 +99,6 @@ template <int LINES>
 OCTAVO_INLINE void fetch_into_first_level(const char* from, Int<LINES>) {
     unroll<LINES>([&](auto line) __attribute__((always_inline)) {
         __builtin_prefetch(from + decltype(line)::value * kTileLineBytes, 0, 3);
-    });
-}
-
-// One piece of memory as tiles: where the first begins, how far apart its lines are, and how far apart the tiles of
-// successive inputs.
-struct TileView {
-    const char* first;
-    ptrdiff_t line_stride;
-    ptrdiff_t input_stride;
-};
-
-// Writes the sums of ROWS tiles of rows with COLUMNS tiles of columns to `to`, lines `to_stride` bytes apart and column
-// tiles `kTileLineBytes`. Sums that go on begin with what is there.
-template <class Groups, int ROWS, int COLUMNS>
-__attribute__((noinline)) void tile_products(char* to, ptrdiff_t to_stride, bool goes_on,
-                                             const TileView (&rows)[ROWS], const TileView (&columns)[COLUMNS],
-                                             int num_steps) {
-    static_assert(ROWS * COLUMNS <= kSumTiles);
-    const auto address_of = [&](int sum) __attribute__((always_inline)) {
-        return to + sum / COLUMNS * kTileRows * to_stride + sum % COLUMNS * kTileLineBytes;
-    };
-    unroll<ROWS * COLUMNS>([&](auto sum) __attribute__((always_inline)) {
-        constexpr int k = decltype(sum)::value;
-        if (goes_on)
-            load_tile<k>(address_of(k), to_stride);
-        else
-            clear_tile<k>();
-    });
-    for (int step = 0; step < num_steps; ++step) {
-        // With one tile of rows the registers of the columns take turns; with more, those of the rows.
-        unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
-            constexpr int j = decltype(column)::value, kColumn = kFirstColumnTile + j % 2;
-            load_tile<kColumn>(columns[j].first + step * columns[j].input_stride, columns[j].line_stride);
-            unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
-                constexpr int i = decltype(row)::value, kRow = kFirstRowTile + i % 2;
-                // Two tiles of rows stay where they are for all columns.
-                if (j == 0 || ROWS > 2)
-                    load_tile<kRow>(rows[i].first + step * rows[i].input_stride, rows[i].line_stride);
-                add_tile_products<Groups, i * COLUMNS + j, kRow, kColumn>();
-            });
-        });
-    }
-    unroll<ROWS * COLUMNS>([&](auto sum) __attribute__((always_inline)) {
-        store_tile<decltype(sum)::value>(address_of(decltype(sum)::value), to_stride);
     });
 }
 

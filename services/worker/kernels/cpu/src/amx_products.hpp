@@ -143,13 +143,13 @@ __attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView vie
     });
 }
 
-// Hands on rows of sums [num_rows][32] that lie `stride` bytes apart.
-template <class Groups, class Epilogue>
-OCTAVO_INLINE void hand_on(const char* sums, int stride, int panel, int first_row, int num_rows, Epilogue& epilogue) {
+// Hands rows of sums [num_rows][32] that lie `stride` bytes apart on to the epilogue of a panel.
+template <class Groups, class Write>
+OCTAVO_INLINE void hand_on(const char* sums, int stride, int first_row, int num_rows, const Write& write) {
     using Sum = typename Groups::Sum;
     for (int i = 0; i < num_rows; ++i) {
         const char* from = sums + i * stride;
-        epilogue(first_row + i, panel, load_as<Sum>(from), load_as<Sum>(from + kTileLineBytes));
+        write(first_row + i, load_as<Sum>(from), load_as<Sum>(from + kTileLineBytes));
     }
 }
 
@@ -180,7 +180,8 @@ OCTAVO_INLINE void multiply_few_rows(const Claim& claim, const Panels& weight, c
     for (int panel = claim.items.first; panel < claim.items.end; ++panel) {
         multiply_panel<Groups>(sums, inputs.data, weight.data + panel * weight.panel_bytes,
                                weight.num_groups / kTileGroups, fetch);
-        claim.write(panel, [&] { hand_on<Groups>(sums, kPanelSumBytes, panel, 0, num_rows, epilogue); });
+        claim.write(panel,
+                    [&] { hand_on<Groups>(sums, kPanelSumBytes, 0, num_rows, epilogue.of_panel(panel)); });
     }
 }
 
@@ -226,15 +227,17 @@ OCTAVO_INLINE void multiply_blocks(const Claim& claim, int item, const Panels& w
     const Range last_steps = share_of(num_steps, num_parts - 1, num_parts);
     products.add(0, at_most(1, num_blocks - 1), last_steps, [](int) {});
     claim.write(item, [&]() __attribute__((always_inline)) {
-        const auto hand_on_rows = [&](int block, Range of_block) __attribute__((always_inline)) {
+        // The copies are the functions' own, and so need not be read again for each row.
+        const auto hand_on_rows = [sums = (const char*)sums, rows, write = epilogue.of_panel(panel)](
+                                      int block, Range of_block) __attribute__((always_inline)) {
             const int first_row = block * kBlockRows + of_block.first;
-            hand_on<Groups>(sums + first_row * kPanelSumBytes, kPanelSumBytes, panel, rows.first + first_row,
-                            at_most(rows.end - rows.first - first_row, of_block.end - of_block.first), epilogue);
+            hand_on<Groups>(sums + first_row * kPanelSumBytes, kPanelSumBytes, rows.first + first_row,
+                            at_most(rows.end - rows.first - first_row, of_block.end - of_block.first), write);
         };
         // The sums of a block are handed on while the next one is multiplied.
         for (int block = 1; block < num_blocks; ++block)
             products.add(block, at_most(block + 1, num_blocks - 1), last_steps,
-                         [&](int step) __attribute__((always_inline)) {
+                         [hand_on_rows, block, last_steps](int step) __attribute__((always_inline)) {
                              hand_on_rows(block - 1, share_of(kBlockRows, step, last_steps.end - last_steps.first));
                          });
         hand_on_rows(num_blocks - 1, {0, kBlockRows});

@@ -44,6 +44,9 @@ class TileAttention {
     void run(const bf16* queries, const TileAttention* next) {
         next_ = next;
         copy_queries(queries);
+#if defined(OCTAVO_AMX)
+        load_shapes(kAttentionShapesByRows(num_rows_));
+#endif
         // Tiles before the window are left out. Where chunks begin does not depend on it, and a tile that is masked
         // from end to end adds nothing, so a row's result is the same whichever row of the tile is the first.
         for (int first = first_tile_; first < num_tiles_;) {
@@ -116,33 +119,35 @@ class TileAttention {
         });
     }
 
-    template <int ROW_TILES, int TILES>
-    OCTAVO_INLINE void score_tiles(int first_row, Range tiles) {
-        TileView rows[ROW_TILES], columns[TILES];
+    // Scores sixteen rows with four tiles of keys.
+    __attribute__((noinline)) void score_tiles(int first_row, Range tiles) {
         const ptrdiff_t row_bytes = (ptrdiff_t)shape_.head_dim * sizeof(bf16);
-        for (int i = 0; i < ROW_TILES; ++i)
-            rows[i] = {(const char*)rows_ + (first_row + i * kTileRows) * row_bytes, row_bytes, kTileLineBytes};
+        const char* rows = (const char*)rows_ + first_row * row_bytes;
+        const char* keys[kSumTiles];
         // Beyond the last tile its scores are computed again; nobody reads them.
-        for (int j = 0; j < TILES; ++j)
-            columns[j] = {(const char*)tile(at_most(tiles.first + j, tiles.end - 1)), kTileLineBytes,
-                          kTileInputs / 2 * kTileLineBytes};
+        for (int j = 0; j < kSumTiles; ++j) keys[j] = (const char*)tile(at_most(tiles.first + j, tiles.end - 1));
         float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
-        tile_products<Bfloat16Pairs, ROW_TILES, TILES>((char*)to, kChunkTokens * sizeof(float), false, rows, columns,
-                                                       shape_.head_dim / kTileInputs);
+        unroll<kSumTiles>([&](auto sum) __attribute__((always_inline)) { clear_tile<decltype(sum)::value>(); });
+        for (int step = 0; step < shape_.head_dim / kTileInputs; ++step) {
+            load_tile<kQueryTile>(rows + step * kTileLineBytes, row_bytes);
+            unroll<kSumTiles>([&](auto sum) __attribute__((always_inline)) {
+                constexpr int j = decltype(sum)::value;
+                load_tile<kKeyTile>(keys[j] + step * kTileGroups * kTileLineBytes, kTileLineBytes);
+                add_tile_products<Bfloat16Pairs, j, kQueryTile, kKeyTile>();
+            });
+        }
+        unroll<kSumTiles>([&](auto sum) __attribute__((always_inline)) {
+            constexpr int j = decltype(sum)::value;
+            store_tile<j>(to + j * kTileTokens, kChunkTokens * sizeof(float));
+        });
     }
 
     void score(Range tiles) {
-        load_shapes(kShapesByRows(num_rows_));
-        const int num_row_tiles = (num_rows_ + kTileRows - 1) / kTileRows;
-        int done = 0;
-        for (; done + 2 <= num_row_tiles; done += 2)
-            for (int index = tiles.first; index < tiles.end; index += 2)
-                score_tiles<2, 2>(done * kTileRows, {index, tiles.end});
-        if (done < num_row_tiles)
+        for (int row = 0; row < num_rows_; row += kTileRows)
             for (int index = tiles.first; index < tiles.end; index += kSumTiles) {
                 if (is_bound_by_memory(num_rows_))
                     for (int i = index; i < at_most(index + kSumTiles, tiles.end); ++i) ask_with(i - tiles.first);
-                score_tiles<1, kSumTiles>(done * kTileRows, {index, tiles.end});
+                score_tiles(row, {index, tiles.end});
             }
     }
 #else
@@ -221,12 +226,12 @@ class TileAttention {
         for (int i = first_token; i < end_whole; i += kVectorsTogether * kLanes)
             unroll<kVectorsTogether>([&](auto vector) __attribute__((always_inline)) {
                 const int from = i + decltype(vector)::value * kLanes;
-                const Vec weight = exp2_of(fma(load(scores + from), scale, offset));
+                const Vec weight = exp2_to_be_rounded(fma(load(scores + from), scale, offset));
                 total = total + weight;
                 store_bf16(weights + from, weight);
             });
         for (int i = end_whole; i < end_token; i += kLanes) {
-            const Vec weight = exp2_of(fma(load(scores + i), scale, offset));
+            const Vec weight = exp2_to_be_rounded(fma(load(scores + i), scale, offset));
             const Vec kept = lanes_between(weight, visible - i, limit - i, zero());
             total = total + kept;
             store_bf16(weights + i, kept);
@@ -257,13 +262,13 @@ class TileAttention {
         for (int index = tiles.first; index < tiles.end; ++index) {
             if (is_bound_by_memory(num_rows_) && first_column == 0) ask_with(tiles.end - 2 * tiles.first + index);
             const char* values = (const char*)(values_of(index) + 2 * first_column);
-            load_tile<kFirstRowTile>(
+            load_tile<kWeightTile>(
                 weights_ + (ptrdiff_t)first_row * kChunkTokens + index % kChunkTiles * kTileTokens,
                 kChunkTokens * sizeof(bf16));
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
-                constexpr int j = decltype(column)::value, kColumn = kFirstColumnTile + j % 2;
-                load_tile<kColumn>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
-                add_tile_products<Bfloat16Pairs, j, kFirstRowTile, kColumn>();
+                constexpr int j = decltype(column)::value;
+                load_tile<kValueTile>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
+                add_tile_products<Bfloat16Pairs, j, kWeightTile, kValueTile>();
             });
         }
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
@@ -288,7 +293,6 @@ class TileAttention {
     }
 
     void add_values(Range tiles) {
-        load_shapes(kHalfShapesByRows(num_rows_));
         if (tiles.first != first_tile_) correct_sums();
         for (int row = 0; row < num_rows_; row += kTileRows) add_rows(tiles, row);
     }

@@ -149,10 +149,24 @@ struct Scaled {
     Inputs inputs;
     Epilogue next;
 
-    OCTAVO_INLINE void operator()(int row, int panel, IntVec left, IntVec right) const {
-        const RowScale scale = load_as<RowScale>(input_row(inputs.data, row, inputs.stride).at(num_inputs_of(weight)));
+    template <class Next>
+    struct OfPanel {
+        const char* rows;
+        ptrdiff_t stride;
+        int num_inputs;
+        Vec left_columns, right_columns;
+        Next next;
+
+        OCTAVO_INLINE void operator()(int row, IntVec left, IntVec right) const {
+            const RowScale scale = load_as<RowScale>(input_row(rows, row, stride).at(num_inputs));
+            next(row, scaled(left, scale, left_columns), scaled(right, scale, right_columns));
+        }
+    };
+
+    OCTAVO_INLINE auto of_panel(int panel) const {
         const float* columns = scales_of(weight, panel);
-        next(row, panel, scaled(left, scale, load(columns)), scaled(right, scale, load(columns + kLanes)));
+        return OfPanel<decltype(next.of_panel(panel))>{inputs.data,   inputs.stride,          num_inputs_of(weight),
+                                                       load(columns), load(columns + kLanes), next.of_panel(panel)};
     }
 
     static OCTAVO_INLINE Vec scaled(const IntVec& sums, RowScale row, Vec columns) {

@@ -45,8 +45,9 @@ OCTAVO_INLINE void multiply_tile(const Claim& claim, int first_item, const Panel
     }
     for (int p = 0; p < NUM_PANELS; ++p)
         claim.write(first_item + p, [&]() __attribute__((always_inline)) {
+            const auto write = epilogue.of_panel(panel + p);
             for (int i = 0; i < ROWS; ++i)
-                epilogue(first_row + i, panel + p, sums[2 * (i * NUM_PANELS + p)], sums[2 * (i * NUM_PANELS + p) + 1]);
+                write(first_row + i, sums[2 * (i * NUM_PANELS + p)], sums[2 * (i * NUM_PANELS + p) + 1]);
         });
 }
 
@@ -139,7 +140,7 @@ void multiply_groups(Walk& walk, const Panels& weight, MakeInputs make_inputs, p
 }
 
 // Maps num_rows rows of bfloat16 values, or of int8 values where the weight is int8, `stride` bytes apart;
-// `epilogue(row, panel, left, right)` takes what comes out.
+// `epilogue.of_panel(panel)(row, left, right)` takes what comes out.
 template <class MakeInputs, class Epilogue>
 void multiply(Walk& walk, const Panels& weight, MakeInputs make_inputs, ptrdiff_t input_stride, int num_rows,
               Epilogue epilogue) {

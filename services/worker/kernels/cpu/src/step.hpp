@@ -182,120 +182,202 @@ void add_normed_rows(const Step& step, Walk& walk, const float* weight) {
 
 // ---- Epilogues -----------------------------------------------------------------------------------------------------
 
-// Rotates queries and keys, keeps queries for the step and writes keys and values into the cache. Queries and keys
-// that are normed first wait until their heads are complete.
-struct WriteHeads {
-    const Step& step;
-    const Operation& operation;
+// An epilogue's `of_panel(panel)` is a function of a row and what comes out of it, two vectors of the panel's columns. All
+// that does not depend on the row it holds as values: what lies in memory would be read again for each row, since the
+// compiler cannot know that no row is written over it.
 
-    OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
-        const Shape& shape = step.model->shape;
-        const int panels_per_head = shape.head_dim / kPanelColumns, half = shape.head_dim / 2;
-        const int head = panel / panels_per_head, part = panel % panels_per_head;
-        if (operation.first_bias) {
-            left = left + load(operation.first_bias + panel * kPanelColumns);
-            right = right + load(operation.first_bias + panel * kPanelColumns + kLanes);
-        }
-        if (head >= shape.num_heads + shape.num_kv_heads) {
-            write_values(row, head - shape.num_heads - shape.num_kv_heads, part * kPanelColumns, left, right);
-            return;
-        }
-        if (!operation.query_norm) return write_rotated(row, head, part, left, right);
-        float* waiting = head_at(row, head) + part * kLanes;
-        store(waiting, left);
-        store(waiting + half, right);
-    }
+// Sixteen values of the first half of a head and those of the second that they are rotated with.
+struct RotatedPart {
+    const float* cosines;  // [num_tokens][head_dim], from the part's first value on; the sines half a row further
+    int head_dim;
 
-    // Takes a head that waited.
-    OCTAVO_INLINE void norm_head(int row, int head) const {
-        const Shape& shape = step.model->shape;
-        const int half = shape.head_dim / 2;
-        const float* from = head_at(row, head);
-        const float* weight = head < shape.num_heads ? operation.query_norm : operation.key_norm;
-        const Vec scale = norm_scale_of(from, shape.head_dim, shape.head_dim, shape.rms_norm_eps);
-        for (int i = 0; i < half; i += kLanes)
-            write_rotated(row, head, i / kLanes, load(from + i) * scale * load(weight + i),
-                          load(from + half + i) * scale * load(weight + half + i));
-    }
+    OCTAVO_INLINE RotatedPart(const Step& step, const Operation& operation, int part)
+        : cosines(step.workspace->rotation +
+                  (ptrdiff_t)operation.rotation * step.batch->num_tokens * step.model->shape.head_dim + part * kLanes),
+          head_dim(step.model->shape.head_dim) {}
 
-    OCTAVO_INLINE float* head_at(int row, int head) const {
-        const Shape& shape = step.model->shape;
-        return step.workspace->heads +
-               ((ptrdiff_t)row * (shape.num_heads + shape.num_kv_heads) + head) * shape.head_dim;
-    }
-
-    OCTAVO_INLINE void write_rotated(int row, int head, int part, Vec left, Vec right) const {
-        const Shape& shape = step.model->shape;
-        const int half = shape.head_dim / 2;
-        const float* cosines =
-            step.workspace->rotation +
-            ((ptrdiff_t)operation.rotation * step.batch->num_tokens + row) * shape.head_dim + part * kLanes;
-        const Vec cosine = load(cosines), sine = load(cosines + half);
+    OCTAVO_INLINE void rotate(int row, Vec& left, Vec& right) const {
+        const float* of_row = cosines + (ptrdiff_t)row * head_dim;
+        const Vec cosine = load(of_row), sine = load(of_row + head_dim / 2);
         const Vec low = left * cosine - right * sine, high = right * cosine + left * sine;
-        const int first = part * kLanes;
-        if (head < shape.num_heads) {
-            bf16* query = step.workspace->queries + ((ptrdiff_t)row * shape.num_heads + head) * shape.head_dim;
-            store_bf16(query + first, low);
-            store_bf16(query + half + first, high);
-        } else {
-            write_keys(row, head - shape.num_heads, first, low);
-            write_keys(row, head - shape.num_heads, half + first, high);
-        }
+        left = low;
+        right = high;
     }
+};
 
-    OCTAVO_INLINE bf16* tile(int64_t slot, int kv_head) const {
-        const Shape& shape = step.model->shape;
-        return operation.cache + (slot / kTileTokens * shape.num_kv_heads + kv_head) * 2 * kTileTokens * shape.head_dim;
-    }
+// Where the keys and values of a KV head go.
+struct CachedHead {
+    bf16* tiles;  // of the cache's first slots
+    ptrdiff_t tile_stride;
+    int head_dim;
+    const int64_t* slots;  // of rows
+    int last_row;
 
-    // Rows of a decode step go to a tile each, whose lines are far from any cache: they are fetched some rows before.
-    OCTAVO_INLINE int64_t slot_ahead(int row) const {
-        constexpr int kRowsAhead = 4;
-        return step.batch->slot_mapping[at_most(row + kRowsAhead, step.batch->num_tokens - 1)];
-    }
+    OCTAVO_INLINE CachedHead(const Step& step, const Operation& operation, int kv_head)
+        : tiles(operation.cache + (ptrdiff_t)kv_head * 2 * kTileTokens * step.model->shape.head_dim),
+          tile_stride((ptrdiff_t)step.model->shape.num_kv_heads * 2 * kTileTokens * step.model->shape.head_dim),
+          head_dim(step.model->shape.head_dim),
+          slots(step.batch->slot_mapping),
+          last_row(step.batch->num_tokens - 1) {}
 
-    OCTAVO_INLINE bf16* keys_at(int64_t slot, int kv_head, int first) const {
-        return tile(slot, kv_head) + first * kTileTokens + slot % kTileTokens * 2;
-    }
-
-    // Of the slot's pair of tokens.
-    OCTAVO_INLINE bf16* values_at(int64_t slot, int kv_head, int first) const {
-        const int head_dim = step.model->shape.head_dim, pair = (int)(slot % kTileTokens) / 2;
-        return tile(slot, kv_head) + kTileTokens * head_dim + (pair * head_dim + first) * 2;
-    }
-
-    OCTAVO_INLINE void write_keys(int row, int kv_head, int first, Vec keys) const {
-        const int64_t slot = step.batch->slot_mapping[row], ahead = slot_ahead(row);
+    // Writes sixteen keys of a row, from the `first` on.
+    OCTAVO_INLINE void write_keys(int row, int first, Vec keys) const {
+        const int64_t slot = slots[row], ahead = slot_ahead(row);
         if (ahead / kTileTokens != slot / kTileTokens)
-            for (int i = 0; i < kLanes; i += 2) prefetch_to_write(keys_at(ahead, kv_head, first) + i * kTileTokens);
-        bf16* to = keys_at(slot, kv_head, first);
+            for (int i = 0; i < kLanes; i += 2) prefetch_to_write(keys_at(ahead, first) + i * kTileTokens);
+        bf16* to = keys_at(slot, first);
         alignas(64) bf16 rounded[kLanes];
         store_bf16(rounded, keys);
         for (int i = 0; i < kLanes; i += 2) __builtin_memcpy(to + i * kTileTokens, rounded + i, 4);
     }
 
-    OCTAVO_INLINE void write_values(int row, int kv_head, int first, Vec left, Vec right) const {
-        const int64_t slot = step.batch->slot_mapping[row], ahead = slot_ahead(row);
+    OCTAVO_INLINE void write_values(int row, int first, Vec left, Vec right) const {
+        const int64_t slot = slots[row], ahead = slot_ahead(row);
         if (ahead / kTileTokens != slot / kTileTokens)
-            for (int i = 0; i < 2 * kLanes; i += kLanes) prefetch_to_write(values_at(ahead, kv_head, first) + 2 * i);
-        bf16* to = values_at(slot, kv_head, first);
+            for (int i = 0; i < 2 * kLanes; i += kLanes) prefetch_to_write(values_at(ahead, first) + 2 * i);
+        bf16* to = values_at(slot, first);
         store_bf16_apart(to, slot % 2, left);
         store_bf16_apart(to + 2 * kLanes, slot % 2, right);
     }
+
+   private:
+    OCTAVO_INLINE bf16* tile(int64_t slot) const { return tiles + slot / kTileTokens * tile_stride; }
+
+    OCTAVO_INLINE bf16* keys_at(int64_t slot, int first) const {
+        return tile(slot) + first * kTileTokens + slot % kTileTokens * 2;
+    }
+
+    // Of the slot's pair of tokens.
+    OCTAVO_INLINE bf16* values_at(int64_t slot, int first) const {
+        const int pair = (int)(slot % kTileTokens) / 2;
+        return tile(slot) + kTileTokens * head_dim + (pair * head_dim + first) * 2;
+    }
+
+    // Rows of a decode step go to a tile each, whose lines are far from any cache: they are fetched some rows before.
+    OCTAVO_INLINE int64_t slot_ahead(int row) const {
+        constexpr int kRowsAhead = 4;
+        return slots[at_most(row + kRowsAhead, last_row)];
+    }
 };
+
+// Of a head of queries, keys or values; queries have none.
+OCTAVO_INLINE int kv_head_of(const Shape& shape, int head) {
+    return head < shape.num_heads ? 0 : (head - shape.num_heads) % shape.num_kv_heads;
+}
+
+// Rotated queries, which wait for attention, or keys, which go into the cache.
+struct RotatedHead {
+    RotatedPart part;
+    CachedHead cached;
+    bf16* queries;  // [num_tokens][query_stride], from the part's first value on; null where the head has keys
+    int query_stride;
+    int first, half;
+
+    OCTAVO_INLINE RotatedHead(const Step& step, const Operation& operation, int head, int part)
+        : part(step, operation, part),
+          cached(step, operation, kv_head_of(step.model->shape, head)),
+          queries(head < step.model->shape.num_heads
+                      ? step.workspace->queries + head * step.model->shape.head_dim + part * kLanes
+                      : nullptr),
+          query_stride(step.model->shape.num_heads * step.model->shape.head_dim),
+          first(part * kLanes),
+          half(step.model->shape.head_dim / 2) {}
+
+    OCTAVO_INLINE void write(int row, Vec left, Vec right) const {
+        part.rotate(row, left, right);
+        if (queries) {
+            bf16* to = queries + (ptrdiff_t)row * query_stride;
+            store_bf16(to, left);
+            store_bf16(to + half, right);
+        } else {
+            cached.write_keys(row, first, left);
+            cached.write_keys(row, half + first, right);
+        }
+    }
+};
+
+// Queries and keys that are normed before they are rotated; they wait until their heads are complete.
+OCTAVO_INLINE float* waiting_head(const Step& step, int row, int head) {
+    const Shape& shape = step.model->shape;
+    return step.workspace->heads + ((ptrdiff_t)row * (shape.num_heads + shape.num_kv_heads) + head) * shape.head_dim;
+}
+
+// Rotates queries and keys, keeps queries for the step and writes keys and values into the cache.
+struct WriteHeads {
+    const Step& step;
+    const Operation& operation;
+
+    enum class Kind { kRotated, kWaiting, kValues };
+
+    struct OfPanel {
+        Kind kind;
+        const float* bias;
+        RotatedHead rotated;
+        int first_value;
+        float* waiting;
+        ptrdiff_t waiting_stride;
+
+        OCTAVO_INLINE void operator()(int row, Vec left, Vec right) const {
+            if (bias) {
+                left = left + load(bias);
+                right = right + load(bias + kLanes);
+            }
+            if (kind == Kind::kRotated) return rotated.write(row, left, right);
+            if (kind == Kind::kValues) return rotated.cached.write_values(row, first_value, left, right);
+            store(waiting + row * waiting_stride, left);
+            store(waiting + row * waiting_stride + rotated.half, right);
+        }
+    };
+
+    OCTAVO_INLINE OfPanel of_panel(int panel) const {
+        const Shape& shape = step.model->shape;
+        const int panels_per_head = shape.head_dim / kPanelColumns, heads_per_row = shape.num_heads + shape.num_kv_heads;
+        const int head = panel / panels_per_head, part = panel % panels_per_head;
+        const Kind kind = head >= heads_per_row ? Kind::kValues
+                          : operation.query_norm ? Kind::kWaiting
+                                                 : Kind::kRotated;
+        return {kind,
+                operation.first_bias ? operation.first_bias + panel * kPanelColumns : nullptr,
+                RotatedHead(step, operation, head, part),
+                part * kPanelColumns,
+                kind == Kind::kWaiting ? waiting_head(step, 0, head) + part * kLanes : nullptr,
+                (ptrdiff_t)heads_per_row * shape.head_dim};
+    }
+};
+
+// Takes a head that waited.
+void write_normed_head(const Step& step, const Operation& operation, int row, int head) {
+    const Shape& shape = step.model->shape;
+    const int half = shape.head_dim / 2;
+    const float* from = waiting_head(step, row, head);
+    const float* weight = head < shape.num_heads ? operation.query_norm : operation.key_norm;
+    const Vec scale = norm_scale_of(from, shape.head_dim, shape.head_dim, shape.rms_norm_eps);
+    for (int i = 0; i < half; i += kLanes)
+        RotatedHead(step, operation, head, i / kLanes)
+            .write(row, load(from + i) * scale * load(weight + i),
+                   load(from + half + i) * scale * load(weight + half + i));
+}
+
+// Lines of many rows that are written far from one another come from another core or from memory: they are fetched while
+// the rows before them are written.
+constexpr int kRowsWrittenAhead = 16;
 
 // Writes what an operation produces, added to `residual` unless that is null.
 struct WriteProduced {
     const float* residual;
     float* produced;
     int stride;
+    int last_row;
     const float* bias;
 
-    OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
-        const ptrdiff_t first = (ptrdiff_t)row * stride + panel * kPanelColumns;
+    OCTAVO_INLINE void operator()(int row, Vec left, Vec right) const {
+        const ptrdiff_t first = (ptrdiff_t)row * stride;
+        float* ahead = produced + (ptrdiff_t)at_most(row + kRowsWrittenAhead, last_row) * stride;
+        prefetch_to_write(ahead);
+        prefetch_to_write(ahead + kLanes);
         if (bias) {
-            left = left + load(bias + panel * kPanelColumns);
-            right = right + load(bias + panel * kPanelColumns + kLanes);
+            left = left + load(bias);
+            right = right + load(bias + kLanes);
         }
         if (residual) {
             left = load(residual + first) + left;
@@ -304,6 +386,12 @@ struct WriteProduced {
         store(produced + first, left);
         store(produced + first + kLanes, right);
     }
+
+    OCTAVO_INLINE WriteProduced of_panel(int panel) const {
+        const int first = panel * kPanelColumns;
+        return {residual ? residual + first : nullptr, produced + first, stride, last_row,
+                bias ? bias + first : nullptr};
+    }
 };
 
 struct WriteGated {
@@ -311,9 +399,20 @@ struct WriteGated {
     int stride;
     Activation activation;
 
-    OCTAVO_INLINE void operator()(int row, int panel, Vec gate, Vec up) const {
-        const Vec opened = activation == Activation::kSilu ? silu(gate) : gelu_tanh(gate);
-        store_bf16(input_row(inner, row, stride * (ptrdiff_t)sizeof(bf16)).value(panel * kLanes), opened * up);
+    struct OfPanel {
+        bf16* inner;
+        ptrdiff_t row_bytes;
+        Activation activation;
+        int first;
+
+        OCTAVO_INLINE void operator()(int row, Vec gate, Vec up) const {
+            const Vec opened = activation == Activation::kSilu ? silu(gate) : gelu_tanh(gate);
+            store_bf16(input_row(inner, row, row_bytes).value(first), opened * up);
+        }
+    };
+
+    OCTAVO_INLINE OfPanel of_panel(int panel) const {
+        return {inner, stride * (ptrdiff_t)sizeof(bf16), activation, panel * kLanes};
     }
 };
 
@@ -322,18 +421,28 @@ struct WriteColumns {
     int num_columns;
     int stride;
 
-    OCTAVO_INLINE void operator()(int row, int panel, Vec left, Vec right) const {
-        const int first = panel * kPanelColumns, count = at_most(num_columns - first, kPanelColumns);
-        float* to = rows + (ptrdiff_t)row * stride + first;
-        if (count == kPanelColumns) {
-            store(to, left);
-            store(to + kLanes, right);
-            return;
+    struct OfPanel {
+        float* rows;
+        int count;
+        int stride;
+
+        OCTAVO_INLINE void operator()(int row, Vec left, Vec right) const {
+            float* to = rows + (ptrdiff_t)row * stride;
+            if (count == kPanelColumns) {
+                store(to, left);
+                store(to + kLanes, right);
+                return;
+            }
+            alignas(64) float columns[kPanelColumns];
+            store(columns, left);
+            store(columns + kLanes, right);
+            for (int i = 0; i < count; ++i) to[i] = columns[i];
         }
-        alignas(64) float columns[kPanelColumns];
-        store(columns, left);
-        store(columns + kLanes, right);
-        for (int i = 0; i < count; ++i) to[i] = columns[i];
+    };
+
+    OCTAVO_INLINE OfPanel of_panel(int panel) const {
+        const int first = panel * kPanelColumns;
+        return {rows + first, at_most(num_columns - first, kPanelColumns), stride};
     }
 };
 
@@ -354,9 +463,8 @@ void begin_rows(const Step& step, Walk& walk) {
 void norm_heads(const Step& step, Walk& walk, const Operation& operation) {
     const Shape& shape = step.model->shape;
     const int heads_per_row = shape.num_heads + shape.num_kv_heads;
-    const WriteHeads write{step, operation};
     run_short_items(walk, step.batch->num_tokens, [&](int row) {
-        for (int head = 0; head < heads_per_row; ++head) write.norm_head(row, head);
+        for (int head = 0; head < heads_per_row; ++head) write_normed_head(step, operation, row, head);
     });
 }
 
@@ -373,10 +481,9 @@ void run_operation(const Step& step, Walk& walk, const Operation& operation) {
     float* produced = operation.norm_after ? work.produced : work.hidden;
     const float* residual = operation.norm_after ? nullptr : work.hidden;
     // What a rank produces is a part of a sum.
-    const WriteProduced write = step.collective ? WriteProduced{nullptr, step.collective->own_part(index),
-                                                                shape.hidden_stride, operation.second_bias}
-                                                : WriteProduced{residual, produced, shape.hidden_stride,
-                                                                operation.second_bias};
+    const WriteProduced write = {step.collective ? nullptr : residual,
+                                 step.collective ? step.collective->own_part(index) : produced,
+                                 shape.hidden_stride, num_tokens - 1, operation.second_bias};
     walk.next_weight = &operation.second;
     if (operation.kind == OperationKind::kAttention) {
         multiply_normed(step, walk, operation.first, operation.norm, nullptr, num_tokens, WriteHeads{step, operation});
