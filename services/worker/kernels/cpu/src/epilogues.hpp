@@ -90,7 +90,9 @@ struct CachedHead {
 
 // Of a head of queries, keys or values; queries have none.
 OCTAVO_INLINE int kv_head_of(const Shape& shape, int head) {
-    return head < shape.num_heads ? 0 : (head - shape.num_heads) % shape.num_kv_heads;
+    // Without a division: heads that are normed ask for each row.
+    const int index = head - shape.num_heads;
+    return index < 0 ? 0 : index < shape.num_kv_heads ? index : index - shape.num_kv_heads;
 }
 
 // Rotated queries, which wait for attention, or keys, which go into the cache.
