@@ -15,7 +15,7 @@ namespace {
 constexpr int kChunkBytes = 960 << 10;
 constexpr int kMaxChunkRows = 512;
 // Inputs of a panel that stay in the first-level cache while rows go by, in steps of `kTileGroups`.
-constexpr int kStepsAtOnce = 10;
+constexpr int kStepsAtOnce = 18;
 constexpr int kFewRows = kTileRows;
 constexpr int kPanelSumBytes = kPanelColumns * 4;  // sums of one row
 constexpr int kBlockSumBytes = kBlockRows * kPanelSumBytes;
@@ -45,10 +45,9 @@ OCTAVO_INLINE Tiling tiling_of(int num_rows, int num_panels, ptrdiff_t stride, i
     return {num_rows, num_panels, at_most(even_chunks, num_blocks), 1, kBlockRows};
 }
 
-// Rows and columns over some steps of inputs, and the rows that come after them, which are fetched into the first-level
-// cache a step ahead.
+// Rows and columns over some steps of inputs.
 struct BlockView {
-    const char *rows, *columns, *next_rows;
+    const char *rows, *columns;
     int num_steps, block;
 };
 
@@ -124,15 +123,13 @@ __attribute__((noinline)) void add_block(char* sums, bool goes_on, BlockView vie
         const char* rows = view.rows + step * kBlockStepBytes;
         const char* columns = view.columns + step * kStepBytes;
         fetch.ask_with(step, view);
-        fetch_into_first_level(step + 1 < view.num_steps ? rows + kBlockStepBytes : view.next_rows,
-                               Int<ROW_TILES * kTileRows>{});
         load_tile<kFirstColumnTile>(columns, kPanelGroupBytes);
-        load_tile<kFirstRowTile>(rows, kTileLineBytes);
+        load_passing_tile<kFirstRowTile>(rows, kTileLineBytes);
         add_tile_products<Groups, 0, kFirstRowTile, kFirstColumnTile>();
         load_tile<kFirstColumnTile + 1>(columns + kTileLineBytes, kPanelGroupBytes);
         add_tile_products<Groups, 1, kFirstRowTile, kFirstColumnTile + 1>();
         if constexpr (ROW_TILES == 2) {
-            load_tile<kFirstRowTile + 1>(rows + kTileRows * kTileLineBytes, kTileLineBytes);
+            load_passing_tile<kFirstRowTile + 1>(rows + kTileRows * kTileLineBytes, kTileLineBytes);
             add_tile_products<Groups, 2, kFirstRowTile + 1, kFirstColumnTile>();
             add_tile_products<Groups, 3, kFirstRowTile + 1, kFirstColumnTile + 1>();
         }
@@ -192,7 +189,8 @@ struct PanelProducts {
     const Inputs& inputs;
     int panel;
     Range rows;
-    char* sums;  // [rows][32]
+    char* sums;             // [rows][32], or those of one block
+    ptrdiff_t block_bytes;  // from the sums of a block to the next one's
     Fetch fetch;
 
     OCTAVO_INLINE const char* rows_of(int block, int step) const {
@@ -200,13 +198,13 @@ struct PanelProducts {
     }
 
     template <class Beside>
-    OCTAVO_INLINE void add(int block, int next_block, Range steps, Beside&& beside) {
+    OCTAVO_INLINE void add(int block, Range steps, Beside&& beside) {
         const BlockView view = {rows_of(block, steps.first),
                                 weight.data + panel * weight.panel_bytes + steps.first * kStepBytes,
-                                rows_of(next_block, steps.first), steps.end - steps.first, block};
+                                steps.end - steps.first, block};
         const Fetch now = fetch;
         fetch.go_on(view.num_steps);
-        char* to = sums + block * kBlockSumBytes;
+        char* to = sums + block * block_bytes;
         if (rows.end - rows.first - block * kBlockRows > kTileRows)
             add_block<Groups, 2>(to, steps.first > 0, view, now, beside);
         else
@@ -220,24 +218,26 @@ OCTAVO_INLINE void multiply_blocks(const Claim& claim, int item, const Panels& w
     alignas(64) char sums[kMaxChunkRows * kPanelSumBytes];
     const int num_steps = weight.num_groups / kTileGroups, num_blocks = divided_up(rows.end - rows.first, kBlockRows);
     const int num_parts = num_blocks > 1 ? divided_up(num_steps, kStepsAtOnce) : 1;
-    PanelProducts<Groups, Fetch> products = {weight, inputs, panel, rows, sums, fetch};
+    // Sums that are complete at once are handed on before the next block's take their place, which the first-level cache
+    // still holds.
+    const ptrdiff_t block_bytes = num_parts > 1 ? kBlockSumBytes : 0;
+    PanelProducts<Groups, Fetch> products = {weight, inputs, panel, rows, sums, block_bytes, fetch};
     for (int part = 0; part + 1 < num_parts; ++part)
         for (int block = 0; block < num_blocks; ++block)
-            products.add(block, (block + 1) % num_blocks, share_of(num_steps, part, num_parts), [](int) {});
+            products.add(block, share_of(num_steps, part, num_parts), [](int) {});
     const Range last_steps = share_of(num_steps, num_parts - 1, num_parts);
-    products.add(0, at_most(1, num_blocks - 1), last_steps, [](int) {});
+    products.add(0, last_steps, [](int) {});
     claim.write(item, [&]() __attribute__((always_inline)) {
         // The copies are the functions' own, and so need not be read again for each row.
-        const auto hand_on_rows = [sums = (const char*)sums, rows, write = epilogue.of_panel(panel)](
+        const auto hand_on_rows = [sums = (const char*)sums, block_bytes, rows, write = epilogue.of_panel(panel)](
                                       int block, Range of_block) __attribute__((always_inline)) {
-            const int first_row = block * kBlockRows + of_block.first;
-            hand_on<Groups>(sums + first_row * kPanelSumBytes, kPanelSumBytes, rows.first + first_row,
-                            at_most(rows.end - rows.first - first_row, of_block.end - of_block.first), write);
+            const int first_row = rows.first + block * kBlockRows + of_block.first;
+            hand_on<Groups>(sums + block * block_bytes + of_block.first * kPanelSumBytes, kPanelSumBytes, first_row,
+                            at_most(rows.end - first_row, of_block.end - of_block.first), write);
         };
         // The sums of a block are handed on while the next one is multiplied.
         for (int block = 1; block < num_blocks; ++block)
-            products.add(block, at_most(block + 1, num_blocks - 1), last_steps,
-                         [hand_on_rows, block, last_steps](int step) __attribute__((always_inline)) {
+            products.add(block, last_steps, [hand_on_rows, block, last_steps](int step) __attribute__((always_inline)) {
                              hand_on_rows(block - 1, share_of(kBlockRows, step, last_steps.end - last_steps.first));
                          });
         hand_on_rows(num_blocks - 1, {0, kBlockRows});

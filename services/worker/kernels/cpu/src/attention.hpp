@@ -32,12 +32,12 @@ class TileAttention {
           first_head_(((ptrdiff_t)queries.first_row * shape_.num_heads + kv_head * group_size_) * shape_.head_dim) {
         const int max_rows = kTileTokens * group_size_;
         scores_ = (float*)scratch;
-        sums_ = scores_ + (ptrdiff_t)max_rows * kChunkTokens + kScoreSlack;
+        sums_ = scores_ + kRowsTogether * kChunkTokens + kScoreSlack;
         maxima_ = sums_ + (ptrdiff_t)max_rows * shape_.head_dim;
         totals_ = maxima_ + max_rows;
         corrections_ = totals_ + max_rows;
         weights_ = (bf16*)(corrections_ + max_rows);
-        rows_ = weights_ + (ptrdiff_t)max_rows * kChunkTokens;
+        rows_ = weights_ + kRowsTogether * kChunkTokens;
     }
 
     // `next`, if there is one, is what this thread will attend to afterwards.
@@ -55,9 +55,8 @@ class TileAttention {
 #if defined(OCTAVO_AMX)
             if (is_bound_by_memory(num_rows_)) list_pieces(tiles);
 #endif
-            score(tiles);
-            for (int row = 0; row < num_rows_; ++row) weigh(row, tiles);
-            add_values(tiles);
+            for (int row = 0; row < num_rows_; row += kRowsTogether)
+                attend_rows({row, at_most(row + kRowsTogether, num_rows_)}, tiles);
         }
     }
 
@@ -82,6 +81,14 @@ class TileAttention {
     }
 
     OCTAVO_INLINE const bf16* values_of(int index) const { return tile(index) + kTileTokens * shape_.head_dim; }
+
+    // The rows' scores of a chunk stay in the first-level cache until they have become weights, and these until they
+    // are used.
+    void attend_rows(Range rows, Range tiles) {
+        score(rows, tiles);
+        weigh(rows, tiles);
+        add_values(rows, tiles);
+    }
 
     void copy_queries(const bf16* queries) {
         const int row_values = group_size_ * shape_.head_dim;
@@ -126,13 +133,13 @@ class TileAttention {
         const char* keys[kSumTiles];
         // Beyond the last tile its scores are computed again; nobody reads them.
         for (int j = 0; j < kSumTiles; ++j) keys[j] = (const char*)tile(at_most(tiles.first + j, tiles.end - 1));
-        float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
+        float* to = scores_ + tiles.first % kChunkTiles * kTileTokens;
         unroll<kSumTiles>([&](auto sum) __attribute__((always_inline)) { clear_tile<decltype(sum)::value>(); });
         for (int step = 0; step < shape_.head_dim / kTileInputs; ++step) {
             load_tile<kQueryTile>(rows + step * kTileLineBytes, row_bytes);
             unroll<kSumTiles>([&](auto sum) __attribute__((always_inline)) {
                 constexpr int j = decltype(sum)::value;
-                load_tile<kKeyTile>(keys[j] + step * kTileGroups * kTileLineBytes, kTileLineBytes);
+                load_passing_tile<kKeyTile>(keys[j] + step * kTileGroups * kTileLineBytes, kTileLineBytes);
                 add_tile_products<Bfloat16Pairs, j, kQueryTile, kKeyTile>();
             });
         }
@@ -142,13 +149,12 @@ class TileAttention {
         });
     }
 
-    void score(Range tiles) {
-        for (int row = 0; row < num_rows_; row += kTileRows)
-            for (int index = tiles.first; index < tiles.end; index += kSumTiles) {
-                if (is_bound_by_memory(num_rows_))
-                    for (int i = index; i < at_most(index + kSumTiles, tiles.end); ++i) ask_with(i - tiles.first);
-                score_tiles(row, {index, tiles.end});
-            }
+    void score(Range rows, Range tiles) {
+        for (int index = tiles.first; index < tiles.end; index += kSumTiles) {
+            if (is_bound_by_memory(num_rows_))
+                for (int i = index; i < at_most(index + kSumTiles, tiles.end); ++i) ask_with(i - tiles.first);
+            score_tiles(rows.first, {index, tiles.end});
+        }
     }
 #else
     template <int ROWS, int TILES>
@@ -162,13 +168,13 @@ class TileAttention {
         const ptrdiff_t row_bytes = shape_.head_dim * (ptrdiff_t)sizeof(bf16);
         products<Bfloat16Pairs, ROWS, TILES, kPrefetch>(sums, (const char*)rows_ + first_row * row_bytes, row_bytes,
                                                         columns, 64, shape_.head_dim / 2, kTileTokens * row_bytes);
-        float* to = scores_ + (ptrdiff_t)first_row * kChunkTokens + tiles.first % kChunkTiles * kTileTokens;
+        float* to = scores_of(first_row) + tiles.first % kChunkTiles * kTileTokens;
         for (int i = 0; i < ROWS; ++i)
             for (int j = 0; j < TILES; ++j) store(to + i * kChunkTokens + j * kTileTokens, sums[i * TILES + j]);
     }
 
-    void score(Range tiles) {
-        for_each_tile(num_rows_, [&](int first_row, auto size) __attribute__((always_inline)) {
+    void score(Range rows, Range tiles) {
+        for_each_tile(rows.first, rows.end - rows.first, [&](int first_row, auto size) __attribute__((always_inline)) {
             constexpr int kRows = decltype(size)::value, kTiles = columns_at_once(kRows);
             for (int index = tiles.first; index < tiles.end; index += kTiles)
                 score_tiles<kRows, kTiles>(first_row, {index, tiles.end});
@@ -196,54 +202,83 @@ class TileAttention {
         return visible > first_token ? first_token : first_token + (limit - first_token) / kTokens * kTokens;
     }
 
-    // Turns a row's scores into weights relative to the largest score so far.
-    void weigh(int row, Range tiles) {
-        const int position = queries_.first_position + row / group_size_;
-        // All counted from the chunk's first token.
-        const int chunk = tiles.first / kChunkTiles * kChunkTiles;
-        const int limit = at_most(kChunkTokens, position + 1 - chunk * kTileTokens);
-        const int visible = first_visible(position) - chunk * kTileTokens;
-        const int first_token = (tiles.first - chunk) * kTileTokens, end_token = (tiles.end - chunk) * kTileTokens;
-        const float* scores = scores_ + (ptrdiff_t)row * kChunkTokens;
-        bf16* weights = weights_ + (ptrdiff_t)row * kChunkTokens;
-        const int end_whole = end_of_whole(first_token, visible, limit);
+    // What a row sees of a chunk, counted from the chunk's first token; most of it in whole groups of vectors.
+    struct SeenTokens {
+        int first, end, end_whole;
+    };
+
+    SeenTokens seen_by(int row, int chunk_tile, int first_token) const {
+        const int position = queries_.first_position + row / group_size_ - chunk_tile * kTileTokens;
+        const int first = first_visible(position + chunk_tile * kTileTokens) - chunk_tile * kTileTokens;
+        const int end = at_most(kChunkTokens, position + 1);
+        return {first, end, end_of_whole(first_token, first, end)};
+    }
+
+    // Turns scores into weights relative to each row's largest score so far.
+    void weigh(Range rows, Range tiles) {
+        const int chunk_tile = tiles.first / kChunkTiles * kChunkTiles, num_rows = rows.end - rows.first;
+        const Range tokens = {(tiles.first - chunk_tile) * kTileTokens, (tiles.end - chunk_tile) * kTileTokens};
+        SeenTokens seen[kRowsTogether];
+        // What belongs to a row is found for all of them at once, each in its lane.
+        Vec of_rows[kRowsTogether];
+        for (int i = 0; i < num_rows; ++i) {
+            seen[i] = seen_by(rows.first + i, chunk_tile, tokens.first);
+            of_rows[i] = largest_scores(scores_of(rows.first + i), tokens, seen[i]);
+        }
+        for (int i = num_rows; i < kRowsTogether; ++i) of_rows[i] = zero();
+        const bool is_first = tiles.first == first_tile_;
+        // Scores are scaled here and not in the queries, which are rounded.
+        const Vec scaled = maxima_of(of_rows) * splat(scale_), before = load(maxima_ + rows.first);
+        const Vec maxima = is_first ? scaled : max(scaled, before);
+        const Vec corrections = is_first ? zero() : exp2_of(before - maxima);
+        store(maxima_ + rows.first, maxima);
+        store(corrections_ + rows.first, corrections);
+        for (int i = 0; i < num_rows; ++i)
+            of_rows[i] = weigh_row(scores_of(rows.first + i), weights_of(rows.first + i), tokens, seen[i],
+                                   maxima_[rows.first + i]);
+        for (int i = num_rows; i < kRowsTogether; ++i) of_rows[i] = zero();
+        const Vec totals = sums_of(of_rows);
+        store(totals_ + rows.first, is_first ? totals : load(totals_ + rows.first) * corrections + totals);
+    }
+
+    OCTAVO_INLINE Vec largest_scores(const float* scores, Range tokens, SeenTokens seen) const {
         const Vec lowest = splat(-3e38f);
         Vec maxima[kVectorsTogether] = {lowest, lowest, lowest, lowest};
-        for (int i = first_token; i < end_whole; i += kVectorsTogether * kLanes)
+        for (int i = tokens.first; i < seen.end_whole; i += kVectorsTogether * kLanes)
             unroll<kVectorsTogether>([&](auto vector) __attribute__((always_inline)) {
                 constexpr int k = decltype(vector)::value;
                 maxima[k] = max(load(scores + i + k * kLanes), maxima[k]);
             });
         Vec largest = max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3]));
-        for (int i = end_whole; i < end_token; i += kLanes)
-            largest = max(lanes_between(load(scores + i), visible - i, limit - i, lowest), largest);
-        const bool is_first = tiles.first == first_tile_;
-        // Scores are scaled here and not in the queries, which are rounded.
-        const float scaled = max_of(largest) * scale_, before = maxima_[row];
-        const float maximum = is_first || scaled > before ? scaled : before;
+        for (int i = seen.end_whole; i < tokens.end; i += kLanes)
+            largest = max(lanes_between(load(scores + i), seen.first - i, seen.end - i, lowest), largest);
+        return largest;
+    }
+
+    // Returns the sums of the weights in each lane.
+    OCTAVO_INLINE Vec weigh_row(const float* scores, bf16* weights, Range tokens, SeenTokens seen, float maximum) const {
         const Vec scale = splat(scale_), offset = splat(-maximum);
         Vec total = zero();
-        for (int i = first_token; i < end_whole; i += kVectorsTogether * kLanes)
-            unroll<kVectorsTogether>([&](auto vector) __attribute__((always_inline)) {
-                const int from = i + decltype(vector)::value * kLanes;
-                const Vec weight = exp2_to_be_rounded(fma(load(scores + from), scale, offset));
-                total = total + weight;
-                store_bf16(weights + from, weight);
+        for (int i = tokens.first; i < seen.end_whole; i += kVectorsTogether * kLanes)
+            unroll<kVectorsTogether / 2>([&](auto pair) __attribute__((always_inline)) {
+                const int from = i + 2 * decltype(pair)::value * kLanes;
+                const Vec left = exp2_to_be_rounded(fma(load(scores + from), scale, offset));
+                const Vec right = exp2_to_be_rounded(fma(load(scores + from + kLanes), scale, offset));
+                total = total + left;
+                total = total + right;
+                store_bf16(weights + from, left, right);
             });
-        for (int i = end_whole; i < end_token; i += kLanes) {
+        for (int i = seen.end_whole; i < tokens.end; i += kLanes) {
             const Vec weight = exp2_to_be_rounded(fma(load(scores + i), scale, offset));
-            const Vec kept = lanes_between(weight, visible - i, limit - i, zero());
+            const Vec kept = lanes_between(weight, seen.first - i, seen.end - i, zero());
             total = total + kept;
             store_bf16(weights + i, kept);
         }
-        const float correction = is_first ? 0.0f : first_of(exp2_of(splat(before - maximum)));
-        maxima_[row] = maximum;
-        corrections_[row] = correction;
-        totals_[row] = (is_first ? 0.0f : totals_[row] * correction) + sum_of(total);
+        return total;
     }
 
-    static OCTAVO_INLINE float first_of(Vec v) { return v.part[0][0]; }
-
+    OCTAVO_INLINE float* scores_of(int row) const { return scores_ + row % kRowsTogether * kChunkTokens; }
+    OCTAVO_INLINE bf16* weights_of(int row) const { return weights_ + row % kRowsTogether * kChunkTokens; }
     OCTAVO_INLINE float* sum_at(int row, int column) { return sums_ + (ptrdiff_t)row * shape_.head_dim + column; }
 
 #if defined(OCTAVO_AMX)
@@ -262,12 +297,10 @@ class TileAttention {
         for (int index = tiles.first; index < tiles.end; ++index) {
             if (is_bound_by_memory(num_rows_) && first_column == 0) ask_with(tiles.end - 2 * tiles.first + index);
             const char* values = (const char*)(values_of(index) + 2 * first_column);
-            load_tile<kWeightTile>(
-                weights_ + (ptrdiff_t)first_row * kChunkTokens + index % kChunkTiles * kTileTokens,
-                kChunkTokens * sizeof(bf16));
+            load_tile<kWeightTile>(weights_ + index % kChunkTiles * kTileTokens, kChunkTokens * sizeof(bf16));
             unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
                 constexpr int j = decltype(column)::value;
-                load_tile<kValueTile>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
+                load_passing_tile<kValueTile>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
                 add_tile_products<Bfloat16Pairs, j, kWeightTile, kValueTile>();
             });
         }
@@ -277,24 +310,20 @@ class TileAttention {
         });
     }
 
-    void correct_sums() {
-        for (int row = 0; row < num_rows_; ++row) {
+    void correct_sums(Range rows) {
+        for (int row = rows.first; row < rows.end; ++row) {
             if (corrections_[row] == 1.0f) continue;
             const Vec correction = splat(corrections_[row]);
             for (int i = 0; i < shape_.head_dim; i += kLanes) store(sum_at(row, i), load(sum_at(row, i)) * correction);
         }
     }
 
-    void add_rows(Range tiles, int first_row) {
+    void add_values(Range rows, Range tiles) {
+        if (tiles.first != first_tile_) correct_sums(rows);
         int column = 0;
         for (; column + kSumTiles * kLanes <= shape_.head_dim; column += kSumTiles * kLanes)
-            add_columns<kSumTiles>(tiles, first_row, column);
-        if (column < shape_.head_dim) add_columns<kSumTiles / 2>(tiles, first_row, column);
-    }
-
-    void add_values(Range tiles) {
-        if (tiles.first != first_tile_) correct_sums();
-        for (int row = 0; row < num_rows_; row += kTileRows) add_rows(tiles, row);
+            add_columns<kSumTiles>(tiles, rows.first, column);
+        if (column < shape_.head_dim) add_columns<kSumTiles / 2>(tiles, rows.first, column);
     }
 #else
     // From the values of a tile to the keys that will be read a chunk later, of these queries or of the next ones.
@@ -328,7 +357,7 @@ class TileAttention {
             });
             accumulate<Bfloat16Pairs, ROWS, COLUMNS, is_bound_by_memory(ROWS)>(
                 sums,
-                (const char*)(weights_ + (ptrdiff_t)first_row * kChunkTokens + index % kChunkTiles * kTileTokens),
+                (const char*)(weights_of(first_row) + index % kChunkTiles * kTileTokens),
                 kChunkTokens * sizeof(bf16), columns, shape_.head_dim * 4, kTileTokens / 2, distance_to_next_keys(index));
         }
         unroll<ROWS>([&](auto row) __attribute__((always_inline)) {
@@ -340,8 +369,8 @@ class TileAttention {
         });
     }
 
-    void add_values(Range tiles) {
-        for_each_tile(num_rows_, [&](int first_row, auto size) __attribute__((always_inline)) {
+    void add_values(Range rows, Range tiles) {
+        for_each_tile(rows.first, rows.end - rows.first, [&](int first_row, auto size) __attribute__((always_inline)) {
             constexpr int kRows = decltype(size)::value;
             constexpr int kColumns = !kIsWide ? 1 : kRows <= 3 ? 4 : 2, kLast = at_most(kColumns, 2);
             int column = 0;

@@ -14,6 +14,7 @@ constexpr int kPanelColumns = 32;
 constexpr int kTileTokens = 16;  // tokens of the KV cache that are scored together
 constexpr int kMaxRowsAtOnce = 32;  // rows that a kernel may read together, whether they exist or not
 constexpr int kChunkTiles = 16;  // tiles between two corrections of the softmax
+constexpr int kRowsTogether = 16;  // of queries in attention
 // Scores are computed for up to eight tiles at once; of the last ones some may lie beyond a chunk.
 constexpr int kScoreSlack = 8 * kTileTokens;
 
