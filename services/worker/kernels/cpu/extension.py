@@ -141,7 +141,7 @@ class NativeModel(Protocol):
         ...
 
     def read_bandwidth(self, num_bytes: int, num_rounds: int) -> float:
-        """Measure how many bytes a second all threads read; the best of several rounds."""
+        """Measure how many bytes a second all threads read; the best of several rounds in each of two orders."""
         ...
 
     def weight_bandwidth(self, max_bytes: int, num_rounds: int) -> float:

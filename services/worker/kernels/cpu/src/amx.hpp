@@ -101,13 +101,5 @@ OCTAVO_INLINE void add_tile_products() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROW), "i"(COLUMN) : "memory");
 }
 
-// Into the first-level cache, unlike `prefetch`.
-template <int LINES>
-OCTAVO_INLINE void fetch_into_first_level(const char* from, Int<LINES>) {
-    unroll<LINES>([&](auto line) __attribute__((always_inline)) {
-        __builtin_prefetch(from + decltype(line)::value * kTileLineBytes, 0, 3);
-    });
-}
-
 }  // namespace
 }  // namespace octavo

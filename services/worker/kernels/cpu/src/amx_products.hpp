@@ -23,8 +23,6 @@ constexpr ptrdiff_t kStepBytes = kTileGroups * kPanelGroupBytes;
 constexpr ptrdiff_t kBlockStepBytes = kBlockRows * kTileLineBytes;
 
 // How much of a weight that is read once is asked for before it is read.
-constexpr ptrdiff_t kPageBytes = 4096;
-constexpr int kPages = 8;
 constexpr ptrdiff_t kBytesAskedFor = kPages * kPageBytes;
 
 static_assert(kBlockRows == 2 * kTileRows);
@@ -88,19 +86,15 @@ class SpreadFetch {
 
     // With the step of inputs that begins here.
     OCTAVO_INLINE void ask_from(const char* step, int pass) const {
-        const char* page = (const char*)((uintptr_t)step / kPageBytes * kPageBytes);
-        const char* first = page + (uintptr_t)step % kPageBytes / kStepBytes * kBytesAtOnce;
         unroll<kPages / NUM_PASSES>([&](auto number) __attribute__((always_inline)) {
             const int d = decltype(number)::value * NUM_PASSES + pass;
-            const char* from = first + d * kPageBytes + (kPages - 1 - d) * (kPageBytes / kPages);
+            const char* from = part_of_page<kStepBytes>(step, d);
             from += from >= end_ ? past_end_ : 0;
-            fetch_into_first_level(from, Int<kBytesAtOnce / kTileLineBytes>{});
+            fetch_into_first_level(from, Int<kStepBytes / kPages / kTileLineBytes>{});
         });
     }
 
    private:
-    static constexpr int kBytesAtOnce = kStepBytes / kPages;
-
     const char* end_;
     ptrdiff_t past_end_;
 };

@@ -474,10 +474,11 @@ double NativeModel::read_bandwidth(size_t num_bytes, int num_rounds) {
     const size_t share = num_bytes / (size_t)num_threads_ / kAlignment * kAlignment;
     std::vector<float> sums((size_t)num_threads_);
     double best = 0.0;
-    for (int round = 0; round < num_rounds; ++round) {
+    for (int round = 0; round < 2 * num_rounds; ++round) {
         const auto start = std::chrono::steady_clock::now();
         pool.run_on_all([&](int thread) {
-            sums[(size_t)thread] = kernels_.read_memory(memory.as<char>() + (size_t)thread * share, share);
+            const char* from = memory.as<char>() + (size_t)thread * share;
+            sums[(size_t)thread] = kernels_.read_memory(from, share, round % 2);
         });
         best = std::max(best, (double)share * num_threads_ / seconds_since(start));
     }
@@ -494,7 +495,7 @@ double NativeModel::weight_bandwidth(size_t max_bytes, int num_rounds) {
     all_panels.push_back(&model_.head);
     std::vector<float> sums((size_t)num_threads_);
     double best = 0.0;
-    for (int round = 0; round < num_rounds; ++round) {
+    for (int round = 0; round < 2 * num_rounds; ++round) {
         std::vector<size_t> num_read((size_t)num_threads_);
         const auto start = std::chrono::steady_clock::now();
         pool.run_on_all([&](int thread) {
@@ -503,7 +504,7 @@ double NativeModel::weight_bandwidth(size_t max_bytes, int num_rounds) {
                 const size_t share = bytes_of(*panels) / (size_t)num_threads_ / kAlignment * kAlignment;
                 const size_t count = std::min(share, left);
                 const char* from = (const char*)panels->data + (size_t)thread * share;
-                sums[(size_t)thread] += kernels_.read_memory(from, count);
+                sums[(size_t)thread] += kernels_.read_memory(from, count, round % 2);
                 num_read[(size_t)thread] += count;
                 left -= count;
             }

@@ -82,7 +82,8 @@ class NativeModel {
     // Computes the logits [num_rows][vocab_size] of rows of the last step.
     void run_head(const int64_t* rows, int64_t num_rows, float* logits);
 
-    double read_bandwidth(size_t num_bytes, int num_rounds);  // bytes a second
+    // Bytes a second, the best of so many rounds in each order of asking for memory.
+    double read_bandwidth(size_t num_bytes, int num_rounds);
     // The same over the packed weights, of which at most `max_bytes` are read: it needs no memory of its own.
     double weight_bandwidth(size_t max_bytes, int num_rounds);
     double multiply_rate(ValueType type, int num_rounds);     // operations a second

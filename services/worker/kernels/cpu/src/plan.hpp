@@ -217,7 +217,7 @@ struct Kernels {
     void (*multiply_rows)(const Step& step, int thread, const Panels& weight, const bf16* rows, int stride, float* to,
                           int num_columns);
     // Reads memory once; the sum keeps the compiler from leaving the reads out.
-    float (*read_memory)(const char* from, size_t num_bytes);
+    float (*read_memory)(const char* from, size_t num_bytes, bool over_pages);
     // Multiplies values of this type without touching memory; returns how many operations that were.
     double (*multiply_in_registers)(ValueType type, int num_rounds, float* sink);
 };

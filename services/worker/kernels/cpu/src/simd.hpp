@@ -452,6 +452,14 @@ struct Int8Quads {
 OCTAVO_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 OCTAVO_INLINE void prefetch_to_write(const void* address) { __builtin_prefetch(address, 1, 3); }
 
+// Lines one after the other into the first-level cache, unlike `prefetch`.
+template <int LINES>
+OCTAVO_INLINE void fetch_into_first_level(const char* from, Int<LINES>) {
+    unroll<LINES>([&](auto line) __attribute__((always_inline)) {
+        __builtin_prefetch(from + decltype(line)::value * 64, 0, 3);
+    });
+}
+
 // Adds the products of ROWS rows with COLUMNS vectors of columns. Each sum runs over the groups of inputs in their
 // order, so that it does not depend on how many rows or columns are computed together. Strides are in bytes.
 template <class Groups, int ROWS, int COLUMNS, bool PREFETCH>

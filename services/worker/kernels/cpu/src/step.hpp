@@ -304,14 +304,25 @@ void multiply_all_rows(const Step& step, int thread, const Panels& weight, const
 
 // ---- Probes --------------------------------------------------------------------------------------------------------
 
-float read_memory(const char* from, size_t num_bytes) {
+// Asks for lines a page ahead, in their order, or `over_pages` as products of a few rows in tiles do: which of the two is
+// faster depends on the machine.
+float read_memory(const char* from, size_t num_bytes, bool over_pages) {
+    constexpr ptrdiff_t kStepBytes = kPageBytes / 2;
     Vec sums[4] = {zero(), zero(), zero(), zero()};
-    for (size_t offset = 0; offset + 256 <= num_bytes; offset += 256)
-        unroll<4>([&](auto index) __attribute__((always_inline)) {
-            constexpr int i = decltype(index)::value;
-            prefetch(from + offset + 64 * i + 4096);
-            sums[i] = sums[i] + load((const float*)(from + offset + 64 * i));
+    const char* end = from + num_bytes;
+    for (const char* step = from; step < end; step += kStepBytes) {
+        unroll<kPages>([&](auto distance) __attribute__((always_inline)) {
+            constexpr int d = decltype(distance)::value;
+            constexpr ptrdiff_t kPartBytes = kStepBytes / kPages;
+            const char* part = over_pages ? part_of_page<kStepBytes>(step, d) : step + kPageBytes + d * kPartBytes;
+            fetch_into_first_level(part, Int<kPartBytes / kLineBytes>{});
         });
+        for (const char* at = step; at < step + kStepBytes && at + 4 * kLineBytes <= end; at += 4 * kLineBytes)
+            unroll<4>([&](auto index) __attribute__((always_inline)) {
+                constexpr int i = decltype(index)::value;
+                sums[i] = sums[i] + load((const float*)(at + kLineBytes * i));
+            });
+    }
     return sum_of(sums[0] + sums[1] + sums[2] + sums[3]);
 }
 
