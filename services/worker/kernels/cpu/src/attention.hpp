@@ -36,8 +36,9 @@ class TileAttention {
         maxima_ = sums_ + (ptrdiff_t)max_rows * shape_.head_dim;
         totals_ = maxima_ + max_rows;
         corrections_ = totals_ + max_rows;
-        weights_ = (bf16*)(corrections_ + max_rows);
-        rows_ = weights_ + kRowsTogether * kChunkTokens;
+        first_weights_ = (bf16*)(corrections_ + max_rows);
+        weights_ = first_weights_;
+        rows_ = first_weights_ + 2 * kRowsTogether * kChunkTokens;
     }
 
     // `next`, if there is one, is what this thread will attend to afterwards.
@@ -58,6 +59,9 @@ class TileAttention {
             for (int row = 0; row < num_rows_; row += kRowsTogether)
                 attend_rows({row, at_most(row + kRowsTogether, num_rows_)}, tiles);
         }
+#if defined(OCTAVO_AMX)
+        add_due();
+#endif
     }
 
     void write(bf16* attended) {
@@ -84,11 +88,33 @@ class TileAttention {
 
     // The rows' scores of a chunk stay in the first-level cache until they have become weights, and these until they
     // are used.
+#if defined(OCTAVO_AMX)
+    // To weigh is work for vectors and to add values is work for tiles, so the values of the rows before are added
+    // meanwhile; unless memory sets the time, which comes in the order in which it was asked for.
     void attend_rows(Range rows, Range tiles) {
         score(rows, tiles);
-        weigh(rows, tiles);
+        weights_ = weights_ == first_weights_ ? first_weights_ + kRowsTogether * kChunkTokens : first_weights_;
+        const bool is_any_due = due_.tiles.first < due_.tiles.end;
+        if (is_any_due) begin_columns<kSumTiles>(0);
+        weigh(rows, tiles, [this](int part, int num_parts) __attribute__((always_inline)) {
+            const Range share = share_of(due_.tiles.end - due_.tiles.first, part, num_parts);
+            for (int i = share.first; i < share.end; ++i) add_tile<kSumTiles>(due_.tiles.first + i, 0);
+        });
+        if (is_any_due) {
+            end_columns<kSumTiles>(0);
+            add_columns_from(kSumTiles * kLanes);
+        }
+        if (tiles.first != first_tile_) correct_sums(rows);
+        due_ = {rows.first, tiles, weights_};
+        if (is_bound_by_memory(num_rows_) || shape_.head_dim < kSumTiles * kLanes) add_due();
+    }
+#else
+    void attend_rows(Range rows, Range tiles) {
+        score(rows, tiles);
+        weigh(rows, tiles, [](int, int) {});
         add_values(rows, tiles);
     }
+#endif
 
     void copy_queries(const bf16* queries) {
         const int row_values = group_size_ * shape_.head_dim;
@@ -214,8 +240,10 @@ class TileAttention {
         return {first, end, end_of_whole(first_token, first, end)};
     }
 
-    // Turns scores into weights relative to each row's largest score so far.
-    void weigh(Range rows, Range tiles) {
+    // Turns scores into weights relative to each row's largest score so far. `beside(part, num_parts)` is work of another
+    // kind, a part of which is done with each row.
+    template <class Beside>
+    OCTAVO_INLINE void weigh(Range rows, Range tiles, Beside beside) {
         const int chunk_tile = tiles.first / kChunkTiles * kChunkTiles, num_rows = rows.end - rows.first;
         const Range tokens = {(tiles.first - chunk_tile) * kTileTokens, (tiles.end - chunk_tile) * kTileTokens};
         SeenTokens seen[kRowsTogether];
@@ -233,9 +261,11 @@ class TileAttention {
         const Vec corrections = is_first ? zero() : exp2_of(before - maxima);
         store(maxima_ + rows.first, maxima);
         store(corrections_ + rows.first, corrections);
-        for (int i = 0; i < num_rows; ++i)
+        for (int i = 0; i < num_rows; ++i) {
             of_rows[i] = weigh_row(scores_of(rows.first + i), weights_of(rows.first + i), tokens, seen[i],
                                    maxima_[rows.first + i]);
+            beside(i, num_rows);
+        }
         for (int i = num_rows; i < kRowsTogether; ++i) of_rows[i] = zero();
         const Vec totals = sums_of(of_rows);
         store(totals_ + rows.first, is_first ? totals : load(totals_ + rows.first) * corrections + totals);
@@ -282,33 +312,61 @@ class TileAttention {
     OCTAVO_INLINE float* sum_at(int row, int column) { return sums_ + (ptrdiff_t)row * shape_.head_dim + column; }
 
 #if defined(OCTAVO_AMX)
-    // Adds sixteen rows of weighted values in COLUMNS tiles of columns.
+    // Adds sixteen rows of weighted values in COLUMNS tiles of columns: tiles hold the sums from `begin_columns` to
+    // `end_columns`.
     template <int COLUMNS>
-    __attribute__((noinline)) void add_columns(Range tiles, int first_row, int first_column) {
-        char* sums = (char*)sum_at(first_row, first_column);
-        const ptrdiff_t sum_stride = (ptrdiff_t)shape_.head_dim * sizeof(float);
+    OCTAVO_INLINE void begin_columns(int first_column) {
         unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
             constexpr int j = decltype(column)::value;
-            if (tiles.first == first_tile_)
+            if (due_.tiles.first == first_tile_)
                 clear_tile<j>();
             else
-                load_tile<j>(sums + j * kTileLineBytes, sum_stride);
-        });
-        for (int index = tiles.first; index < tiles.end; ++index) {
-            if (is_bound_by_memory(num_rows_) && first_column == 0) ask_with(tiles.end - 2 * tiles.first + index);
-            const char* values = (const char*)(values_of(index) + 2 * first_column);
-            load_tile<kWeightTile>(weights_ + index % kChunkTiles * kTileTokens, kChunkTokens * sizeof(bf16));
-            unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
-                constexpr int j = decltype(column)::value;
-                load_passing_tile<kValueTile>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
-                add_tile_products<Bfloat16Pairs, j, kWeightTile, kValueTile>();
-            });
-        }
-        unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
-            constexpr int j = decltype(column)::value;
-            store_tile<j>(sums + j * kTileLineBytes, sum_stride);
+                load_tile<j>(sum_at(due_.first_row, first_column + j * kLanes), sum_stride());
         });
     }
+
+    template <int COLUMNS>
+    OCTAVO_INLINE void add_tile(int index, int first_column) {
+        const char* values = (const char*)(values_of(index) + 2 * first_column);
+        load_tile<kWeightTile>(due_.weights + index % kChunkTiles * kTileTokens, kChunkTokens * sizeof(bf16));
+        unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
+            constexpr int j = decltype(column)::value;
+            load_passing_tile<kValueTile>(values + j * kTileLineBytes, (ptrdiff_t)shape_.head_dim * 2 * sizeof(bf16));
+            add_tile_products<Bfloat16Pairs, j, kWeightTile, kValueTile>();
+        });
+    }
+
+    template <int COLUMNS>
+    OCTAVO_INLINE void end_columns(int first_column) {
+        unroll<COLUMNS>([&](auto column) __attribute__((always_inline)) {
+            constexpr int j = decltype(column)::value;
+            store_tile<j>(sum_at(due_.first_row, first_column + j * kLanes), sum_stride());
+        });
+    }
+
+    template <int COLUMNS>
+    __attribute__((noinline)) void add_columns(int first_column) {
+        begin_columns<COLUMNS>(first_column);
+        for (int index = due_.tiles.first; index < due_.tiles.end; ++index) {
+            if (is_bound_by_memory(num_rows_) && first_column == 0)
+                ask_with(due_.tiles.end - 2 * due_.tiles.first + index);
+            add_tile<COLUMNS>(index, first_column);
+        }
+        end_columns<COLUMNS>(first_column);
+    }
+
+    void add_columns_from(int column) {
+        for (; column + kSumTiles * kLanes <= shape_.head_dim; column += kSumTiles * kLanes)
+            add_columns<kSumTiles>(column);
+        if (column < shape_.head_dim) add_columns<kSumTiles / 2>(column);
+    }
+
+    void add_due() {
+        if (due_.tiles.first < due_.tiles.end) add_columns_from(0);
+        due_.tiles = {0, 0};
+    }
+
+    OCTAVO_INLINE ptrdiff_t sum_stride() const { return (ptrdiff_t)shape_.head_dim * (ptrdiff_t)sizeof(float); }
 
     void correct_sums(Range rows) {
         for (int row = rows.first; row < rows.end; ++row) {
@@ -316,14 +374,6 @@ class TileAttention {
             const Vec correction = splat(corrections_[row]);
             for (int i = 0; i < shape_.head_dim; i += kLanes) store(sum_at(row, i), load(sum_at(row, i)) * correction);
         }
-    }
-
-    void add_values(Range rows, Range tiles) {
-        if (tiles.first != first_tile_) correct_sums(rows);
-        int column = 0;
-        for (; column + kSumTiles * kLanes <= shape_.head_dim; column += kSumTiles * kLanes)
-            add_columns<kSumTiles>(tiles, rows.first, column);
-        if (column < shape_.head_dim) add_columns<kSumTiles / 2>(tiles, rows.first, column);
     }
 #else
     // From the values of a tile to the keys that will be read a chunk later, of these queries or of the next ones.
@@ -392,9 +442,16 @@ class TileAttention {
     const bf16* cache_;
     const ptrdiff_t first_head_;  // of the tile's first query, in a row of all heads
     float *scores_, *sums_, *maxima_, *totals_, *corrections_;
-    bf16 *weights_, *rows_;
+    bf16 *first_weights_, *weights_, *rows_;
     const TileAttention* next_ = nullptr;
 #if defined(OCTAVO_AMX)
+    // Rows whose weights are complete and whose values are still to be added.
+    struct DueSums {
+        int first_row;
+        Range tiles;
+        const bf16* weights;
+    };
+    DueSums due_ = {0, {0, 0}, nullptr};
     static constexpr int kPiecesAtOnce = 8, kPiecesAhead = kPiecesAtOnce - 1;
     const char* pieces_[2 * kChunkTiles + kPiecesAhead];
 #endif

@@ -67,7 +67,7 @@ size_t inputs_offset(const Shape& shape, int64_t max_inputs) {
     const size_t rows = (size_t)kTileTokens * (size_t)(shape.num_heads / shape.num_kv_heads);
     const size_t chunk = (size_t)kChunkTiles * kTileTokens;
     const size_t attention = (size_t)kScoreSlack * sizeof(float) +
-                             kRowsTogether * chunk * (sizeof(float) + sizeof(bf16)) +
+                             kRowsTogether * chunk * (sizeof(float) + 2 * sizeof(bf16)) +
                              rows * ((size_t)shape.head_dim * (sizeof(float) + sizeof(bf16)) + 3 * sizeof(float));
     return (size_t)rounded_up(std::max((int64_t)attention, max_inputs * (int64_t)sizeof(float)), 4096);
 }
