@@ -232,8 +232,8 @@ OCTAVO_INLINE void multiply_blocks(const Claim& claim, int item, const Panels& w
         // The sums of a block are handed on while the next one is multiplied.
         for (int block = 1; block < num_blocks; ++block)
             products.add(block, last_steps, [hand_on_rows, block, last_steps](int step) __attribute__((always_inline)) {
-                             hand_on_rows(block - 1, share_of(kBlockRows, step, last_steps.end - last_steps.first));
-                         });
+                hand_on_rows(block - 1, share_of(kBlockRows, step, last_steps.end - last_steps.first));
+            });
         hand_on_rows(num_blocks - 1, {0, kBlockRows});
     });
 }

@@ -234,9 +234,9 @@ class TileAttention {
     };
 
     SeenTokens seen_by(int row, int chunk_tile, int first_token) const {
-        const int position = queries_.first_position + row / group_size_ - chunk_tile * kTileTokens;
-        const int first = first_visible(position + chunk_tile * kTileTokens) - chunk_tile * kTileTokens;
-        const int end = at_most(kChunkTokens, position + 1);
+        const int position = queries_.first_position + row / group_size_, chunk_token = chunk_tile * kTileTokens;
+        const int first = first_visible(position) - chunk_token;
+        const int end = at_most(kChunkTokens, position + 1 - chunk_token);
         return {first, end, end_of_whole(first_token, first, end)};
     }
 
